@@ -1,0 +1,492 @@
+"""What can be configured: typed schemas, their rules, and where the YAML groups live.
+
+Imports no torch, so that ``--help``, completion and a mistyped key answer at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+
+class ConfigError(ValueError):
+    """The user's input breaks a rule. ``str(error)`` is the whole message: key, value, rule, way out."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ConfigError(message)`` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_positive(key: str, value: float | None) -> None:
+    """Refuse zero and negative values of `key`; None means "not set" and passes."""
+    require(value is None or value > 0, f"{key}={value} must be greater than 0")
+
+
+class Precision(Enum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Backend(Enum):
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class Resume(Enum):
+    auto = "auto"
+    never = "never"
+    must = "must"
+
+
+class Stem(Enum):
+    imagenet = "imagenet"
+    small = "small"
+
+
+class LeNetInit(Enum):
+    default = "default"
+    notes = "notes"
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    name: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class ResNet18Config(ModelConfig):
+    name: str = "resnet18"
+    stem: Stem = Stem.small
+    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no max pool, for images under 64 pixels."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LeNetConfig(ModelConfig):
+    name: str = "lenet"
+    init: LeNetInit = LeNetInit.default
+    """default: PyTorch's; notes: weights from a normal distribution of standard deviation 0.01."""
+
+
+# --- data -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class AugmentConfig:
+    crop_padding: int = 0
+    """Zero pixels added on each side before a random crop back to the original size; 0: no crop."""
+    flip: bool = False
+    """Mirror half of the images left to right."""
+    erase: float = 0.0
+    """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.crop_padding >= 0,
+            f"data.augment.crop_padding={self.crop_padding} must be 0 (no crop) or more pixels",
+        )
+        require(
+            0 <= self.erase <= 1,
+            f"data.augment.erase={self.erase} is a probability: choose a value in [0, 1]",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    name: str = MISSING
+    mean: list[float] = MISSING
+    """Per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
+    std: list[float] = MISSING
+    """Per channel; divided by after the mean is subtracted."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.mean) == len(self.std) > 0,
+            f"data.mean={self.mean} and data.std={self.std} need one value per channel each",
+        )
+        require(all(s > 0 for s in self.std), f"data.std={self.std} must be greater than 0 in every channel")
+
+
+@dataclass(kw_only=True, slots=True)
+class DigitsConfig(DataConfig):
+    name: str = "digits"
+
+
+@dataclass(kw_only=True, slots=True)
+class FashionMnistConfig(DataConfig):
+    name: str = "fashion_mnist"
+    root: str | None = None
+    """Folder with the four IDX files (gz or not); null: Debian's, else ~/.cache, downloaded once."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SyntheticConfig(DataConfig):
+    name: str = "synthetic"
+    num_train: int = 4096
+    num_eval: int = 512
+    channels: int = 3
+    height: int = 32
+    width: int = 32
+    num_classes: int = 10
+
+    def __post_init__(self) -> None:
+        DataConfig.__post_init__(self)
+        for key in ("num_train", "channels", "height", "width"):
+            require_positive(f"data.{key}", getattr(self, key))
+        require(self.num_eval >= 0, f"data.num_eval={self.num_eval} must be 0 or more")
+        require(2 <= self.num_classes <= 256, f"data.num_classes={self.num_classes} must be 2 to 256")
+        require(
+            len(self.mean) == self.channels,
+            f"data.mean has {len(self.mean)} values for data.channels={self.channels}: give one per channel",
+        )
+
+
+# --- optimizer and scheduler ------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    name: str = MISSING
+    lr: float = MISSING
+    """Peak learning rate for the global batch as given."""
+    weight_decay: float = 0.0
+    scale_lr: bool = False
+    """Linear rule: multiply lr by global_batch_size / base_batch_size."""
+    base_batch_size: int = 256
+    """The global batch that `lr` was chosen for; read only when scale_lr is on."""
+
+    def __post_init__(self) -> None:
+        require_positive("optimizer.lr", self.lr)
+        require_positive("optimizer.base_batch_size", self.base_batch_size)
+        require(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must be 0 or more")
+
+    def scaled_lr(self, global_batch_size: int) -> float:
+        """Return the learning rate for `global_batch_size` samples a step."""
+        return self.lr * global_batch_size / self.base_batch_size if self.scale_lr else self.lr
+
+
+@dataclass(kw_only=True, slots=True)
+class SGDConfig(OptimizerConfig):
+    name: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        require(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must be in [0, 1)")
+        require(
+            not self.nesterov or self.momentum > 0,
+            "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamWConfig(OptimizerConfig):
+    name: str = "adamw"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        require_positive("optimizer.eps", self.eps)
+        require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            f"optimizer.betas={self.betas} must be two values in [0, 1)",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class SchedulerConfig:
+    name: str = MISSING
+    warmup_epochs: float = 0.0
+    """Epochs (fractions count) over which the learning rate climbs linearly to its peak."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup_epochs >= 0, f"scheduler.warmup_epochs={self.warmup_epochs} must be 0 or more")
+
+
+@dataclass(kw_only=True, slots=True)
+class ConstantConfig(SchedulerConfig):
+    name: str = "constant"
+
+
+@dataclass(kw_only=True, slots=True)
+class StepConfig(SchedulerConfig):
+    name: str = "step"
+    every_epochs: int = 30
+    """Epochs between two drops."""
+    gamma: float = 0.1
+    """Factor of each drop."""
+
+    def __post_init__(self) -> None:
+        SchedulerConfig.__post_init__(self)
+        require_positive("scheduler.every_epochs", self.every_epochs)
+        require_positive("scheduler.gamma", self.gamma)
+
+
+@dataclass(kw_only=True, slots=True)
+class CosineConfig(SchedulerConfig):
+    name: str = "cosine"
+    final_factor: float = 0.0
+    """Learning rate at the last step over the peak, in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        SchedulerConfig.__post_init__(self)
+        require(
+            0 <= self.final_factor <= 1, f"scheduler.final_factor={self.final_factor} must be in [0, 1]"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class OneCycleConfig(SchedulerConfig):
+    name: str = "onecycle"
+    rise: float = 0.3
+    """Share of all steps, in (0, 1), spent climbing."""
+    initial_factor: float = 0.04
+    """Learning rate at the first step over the peak."""
+    final_factor: float = 1e-4
+    """Learning rate at the last step over the peak."""
+
+    def __post_init__(self) -> None:
+        SchedulerConfig.__post_init__(self)
+        require(0 < self.rise < 1, f"scheduler.rise={self.rise} must be between 0 and 1")
+        require(
+            self.warmup_epochs == 0,
+            f"scheduler.warmup_epochs={self.warmup_epochs}: onecycle has its own climb, set scheduler.rise instead",
+        )
+        for key in ("initial_factor", "final_factor"):
+            require(0 <= getattr(self, key) <= 1, f"scheduler.{key}={getattr(self, key)} must be in [0, 1]")
+
+
+# --- synchronisation --------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    name: str = MISSING
+
+
+@dataclass(kw_only=True, slots=True)
+class NoSyncConfig(SyncConfig):
+    name: str = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class DDPConfig(SyncConfig):
+    name: str = "ddp"
+    bucket_cap_mb: int = 25
+    """Gradients travel in buckets of this many MiB, the first while backward still runs."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.bucket_cap_mb", self.bucket_cap_mb)
+
+
+# --- the whole --------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every_steps: int | None = None
+    """Save after each so many optimizer steps, besides each epoch's end; null: epoch ends only."""
+    every_seconds: float | None = None
+    """Save when so much time has passed since the last save, by rank 0's clock; null: never."""
+    keep_last: int = 3
+    """How many step checkpoints stay on disk."""
+    keep_best: bool = True
+    """Keep the checkpoint of the highest eval/top1 as best.pt."""
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "every_seconds", "keep_last"):
+            require_positive(f"checkpoint.{key}", getattr(self, key))
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """One training run. Batch sizes are global: the share of a rank is derived from them."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    scheduler: SchedulerConfig = MISSING
+    sync: SyncConfig = MISSING
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    name: str = "${data.name}-${model.name}-${sync.name}"
+    """The run directory is <output_dir>/<name>."""
+    output_dir: str = "outputs"
+    seed: int = 0
+    epochs: int = 10
+    max_steps: int | None = None
+    """End the launch at this many optimizer steps in all, evaluated and saved; null: train all epochs."""
+    global_batch_size: int = 256
+    """Samples per optimizer step over all ranks and microbatches."""
+    eval_batch_size: int = 1024
+    """Samples per evaluation batch over all ranks; changes speed and memory, never the result."""
+    num_microbatches: int = 1
+    """Forward/backward passes per optimizer step; more of them need less memory."""
+    precision: Precision = Precision.auto
+    """auto: bf16 where the hardware multiplies it, else fp32."""
+    channels_last: bool | str = "auto"
+    """Memory layout NHWC; auto: true."""
+    compile: bool = False
+    """torch.compile the model: slower to start, faster a step."""
+    deterministic: bool = False
+    """Only algorithms that repeat bitwise; a CPU run does without."""
+    num_threads: int | str = "auto"
+    """Threads per rank; auto: usable cores / local ranks, whatever OMP_NUM_THREADS says."""
+    device: Device = Device.auto
+    """auto: cuda where there is one."""
+    backend: Backend = Backend.auto
+    """auto: nccl on cuda, gloo on cpu."""
+    timeout_seconds: int = 120
+    """How long a collective may take before the job is ended."""
+    label_smoothing: float = 0.0
+    max_grad_norm: float | None = None
+    """Gradients are scaled down to this norm; null: never."""
+    log_every_steps: int = 20
+    resume: Resume = Resume.auto
+    """auto: go on from the newest checkpoint if there is one; must: there has to be one; never: start afresh."""
+
+    def __post_init__(self) -> None:
+        for key in (
+            "epochs",
+            "max_steps",
+            "global_batch_size",
+            "eval_batch_size",
+            "num_microbatches",
+            "timeout_seconds",
+            "max_grad_norm",
+            "log_every_steps",
+        ):
+            require_positive(key, getattr(self, key))
+        require(
+            self.num_threads == "auto" or (isinstance(self.num_threads, int) and self.num_threads > 0),
+            f"num_threads={self.num_threads} must be auto or greater than 0",
+        )
+        require(
+            self.channels_last in ("auto", True, False),
+            f"channels_last={self.channels_last} must be auto, true or false",
+        )
+        require(
+            self.global_batch_size >= self.num_microbatches,
+            f"num_microbatches={self.num_microbatches} must be at most global_batch_size={self.global_batch_size}",
+        )
+        require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must be in [0, 1)")
+        require(0 <= self.seed < 2**63, f"seed={self.seed} must be 0 to 2^63 - 1")
+        require(bool(self.name), "name='' is empty: give the run a name, it becomes its directory")
+
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"resnet18": ResNet18Config, "lenet": LeNetConfig},
+    "data": {"digits": DigitsConfig, "fashion_mnist": FashionMnistConfig, "synthetic": SyntheticConfig},
+    "optimizer": {"sgd": SGDConfig, "adamw": AdamWConfig},
+    "scheduler": {
+        "constant": ConstantConfig,
+        "step": StepConfig,
+        "cosine": CosineConfig,
+        "onecycle": OneCycleConfig,
+    },
+    "sync": {"none": NoSyncConfig, "ddp": DDPConfig},
+}
+
+
+def register_configs() -> None:
+    """Make the schemas known to Hydra as ``config_schema`` and ``<group>/<choice>_schema``."""
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for group, choices in SCHEMAS.items():
+        for choice, schema in choices.items():
+            store.store(group=group, name=f"{choice}_schema", node=schema)
+
+
+def config_dir() -> Path:
+    """Return the folder of the YAML groups: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ddp_trainer")
+
+
+def resolve(composed: Any) -> Config:
+    """Turn what Hydra composed into a validated `Config`.
+
+    Raises:
+        ConfigError: a value breaks a rule.
+    """
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def to_builtins(config: Config) -> dict[str, Any]:
+    """Return `config` as nested dicts, lists, strings and numbers (enums by name)."""
+
+    def plain(value: Any) -> Any:
+        match value:
+            case Enum():
+                return value.name
+            case dict():
+                return {key: plain(item) for key, item in value.items()}
+            case list():
+                return [plain(item) for item in value]
+            case _:
+                return value
+
+    return plain(asdict(config))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def digest(config: Config) -> str:
+    """Return a hash that is equal on two ranks exactly when their configs are."""
+    return hashlib.sha256(json.dumps(to_builtins(config), sort_keys=True).encode()).hexdigest()
+
+
+# How long, how often, where and on how many ranks: free to change when a run is resumed.
+FREE_KEYS = frozenset(
+    "name output_dir epochs max_steps eval_batch_size num_threads device backend timeout_seconds "
+    "log_every_steps resume checkpoint data.root sync.bucket_cap_mb compile deterministic channels_last".split()
+)
+
+
+def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Name the keys in which two configs (as builtins) train differently, as ``key: old → new``."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in FREE_KEYS and key.split(".")[0] not in FREE_KEYS
+    ]

@@ -1,0 +1,92 @@
+"""Who sees which sample: global batches that do not depend on how many ranks share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from ddp_trainer.config import ConfigError
+from ddp_trainer.seeding import generator
+
+
+class GlobalBatchSampler(DistributedSampler[int]):
+    """Split the global batches of an epoch over ranks.
+
+    Global batch k of an epoch is ``order[k*G:(k+1)*G]`` with ``order`` a function of (seed, epoch) alone; rank r
+    takes every W-th position of it from r. G need not divide by W: shares differ by at most one. The last
+    incomplete global batch of an epoch is dropped. Iterating starts at the cursor, `step`.
+
+    As the sampler of a ``DataLoader`` give it ``batch_size=sampler.local_batch_size``.
+
+    Raises:
+        ConfigError: the global batch is smaller than the number of ranks or larger than the data set.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Sized,
+        *,
+        global_batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
+        self.length = len(dataset)  # type: ignore[arg-type]
+        self.global_batch_size = global_batch_size
+        if global_batch_size < self.num_replicas:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is smaller than the number of ranks, {self.num_replicas}: "
+                "each rank needs a sample, so raise it or start fewer ranks"
+            )
+        if global_batch_size > self.length:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is larger than the training set of {self.length}: "
+                "lower it, or an epoch has no step"
+            )
+        self.step = 0
+        self._order: tuple[int, Tensor] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of global batches in a whole epoch."""
+        return self.length // self.global_batch_size
+
+    @property
+    def local_batch_size(self) -> int:
+        """Number of samples of each global batch that go to this rank."""
+        return len(range(self.rank, self.global_batch_size, self.num_replicas))
+
+    def set_epoch(self, epoch: int, step: int = 0) -> None:
+        """Choose the epoch, and the global batch within it to start from."""
+        super().set_epoch(epoch)
+        self.step = step
+
+    def order(self) -> Tensor:
+        """Return the sample ids of the whole epoch in order: int64 [N]."""
+        if self._order is None or self._order[0] != self.epoch:
+            if self.shuffle:
+                ids = torch.randperm(
+                    self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order")
+                )
+            else:
+                ids = torch.arange(self.length)
+            self._order = (self.epoch, ids)
+        return self._order[1]
+
+    def positions(self, step: int) -> slice:
+        """Return which positions of the epoch's order are this rank's share of global batch `step`."""
+        start = step * self.global_batch_size
+        return slice(start + self.rank, start + self.global_batch_size, self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
+        order = self.order()
+        for step in range(self.step, self.steps_per_epoch):
+            yield from order[self.positions(step)].tolist()
+
+    def __len__(self) -> int:
+        return (self.steps_per_epoch - self.step) * self.local_batch_size

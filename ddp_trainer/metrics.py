@@ -1,0 +1,110 @@
+"""Sums and counts, the ledger of samples, and how fast it all goes."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Sums:
+    """Loss and correct answers, added up on the device; read only where ranks meet."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.vector = torch.zeros(3, dtype=torch.float64, device=device)
+        """float64 [3]: sum of losses, number correct, number of samples."""
+
+    def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch. loss_sum: [], logits: [B, C], labels: [B]."""
+        self.vector[0] += loss_sum
+        self.vector[1] += (logits.argmax(1) == labels).sum()
+        self.vector[2] += len(labels)
+
+    def reset(self) -> None:
+        """Start from zero."""
+        self.vector.zero_()
+
+
+class Ledger:
+    """A digest of which sample was used at which position, summed so that ranks can add theirs up.
+
+    Two epochs with equal digests used the same samples in the same global batches, however many ranks there were.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.vector = torch.zeros(2, dtype=torch.int64, device=device)
+        """int64 [2]: sum of the hashes (wrapping around), number of samples."""
+
+    def add(self, ids: Tensor, *, step: int) -> None:
+        """Add the samples `ids`, int64 [B], used at step `step` of the epoch."""
+        mixed = (ids + step * 0x1000003) * -0x61C8864680B583EB  # the golden ratio's odd multiplier
+        mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47  # as in splitmix64; shifts keep the sign, no matter
+        self.vector[0] += (mixed ^ (mixed >> 32)).sum()
+        self.vector[1] += len(ids)
+
+    @staticmethod
+    def text(total: int) -> str:
+        """Return a digest as 16 hexadecimal digits."""
+        return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+class Stopwatch:
+    """Wall-clock time of a log window, and the part of it spent waiting for data."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        """Images per second of each window so far, over all ranks."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a window now."""
+        self.began, self.waited, self.steps = time.perf_counter(), 0.0, 0
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield from `batches`, counting the time that each took to come."""
+        iterator = iter(batches)
+        while True:
+            asked = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - asked
+            self.steps += 1
+            yield batch
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the window began."""
+        return time.perf_counter() - self.began
+
+    def close_window(self, images_per_step: int) -> dict[str, float]:
+        """Return the tags of the window, all ranks training on `images_per_step`, and begin the next."""
+        seconds = self.seconds
+        rate = self.steps * images_per_step / seconds
+        self.rates.append(rate)
+        tags = {
+            "throughput/images_per_second": rate,
+            "time/step_ms": 1e3 * seconds / self.steps,
+            "time/data_wait_fraction": self.waited / seconds,
+        }
+        self.restart()
+        return tags
+
+    def median_rate(self) -> float:
+        """Return the median over windows, in images per second; 0 before the first."""
+        return statistics.median(self.rates) if self.rates else 0.0
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak of this rank's memory in MiB: on the GPU what torch allocated, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

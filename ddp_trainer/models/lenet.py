@@ -1,0 +1,52 @@
+"""LeNet as the course notes have it: 20 and 50 channels, average pooling, 128 hidden units."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.config import LeNetConfig, LeNetInit, require
+
+
+class LeNet(nn.Sequential):
+    """Two convolutions and two linear layers, for images of 8×8 pixels and more (those under 14 are padded).
+
+    Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998; the layer sizes are
+    those of the notes' ``lenet(X, params)``.
+
+    Raises:
+        ConfigError: the images are too small.
+    """
+
+    def __init__(
+        self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int
+    ) -> None:
+        channels, height, width = image_shape
+        padding = 3 if min(height, width) < 14 else 0  # digits have 8×8 pixels
+        rows, columns = (((side + 2 * padding - 2) // 2 - 4) // 2 for side in (height, width))
+        require(
+            rows > 0 and columns > 0,
+            f"model=lenet needs images of at least 8×8 pixels and these have {height}×{width}: use model=resnet18",
+        )
+        super().__init__(
+            nn.Conv2d(channels, 20, kernel_size=3, padding=padding),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(20, 50, kernel_size=5),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(50 * rows * columns, 128),
+            nn.ReLU(),
+            nn.Linear(128, num_classes),
+        )
+        if config.init is LeNetInit.notes:
+            self._init_as_in_the_notes()
+
+    @torch.no_grad()
+    def _init_as_in_the_notes(self) -> None:
+        for layer in self:
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                layer.weight.normal_(std=0.01)
+                assert isinstance(layer.bias, Tensor)
+                layer.bias.zero_()

@@ -1,0 +1,25 @@
+"""torchvision's ResNet-18 for images of any size and number of channels."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchvision.models import ResNet, resnet18
+
+from ddp_trainer.config import ResNet18Config, Stem
+
+
+def build_resnet18(config: ResNet18Config, *, in_channels: int, num_classes: int) -> ResNet:
+    """Return ResNet-18; the small stem keeps the resolution that images under 64 pixels need.
+
+    Source: He et al., Deep Residual Learning for Image Recognition, 2015 (arXiv 1512.03385); the small stem is
+    the notes' modified ResNet-18.
+    """
+    model = resnet18(num_classes=num_classes)
+    match config.stem:
+        case Stem.small:
+            model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False)
+            model.maxpool = nn.Identity()  # type: ignore[assignment]  # torchvision annotates the attribute
+        case Stem.imagenet if in_channels != 3:
+            model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    return model

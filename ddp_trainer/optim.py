@@ -1,0 +1,115 @@
+"""Optimizers and learning-rate schedules from their configs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import assert_never
+
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ddp_trainer.config import (
+    AdamWConfig,
+    ConfigError,
+    ConstantConfig,
+    CosineConfig,
+    OneCycleConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SGDConfig,
+    StepConfig,
+)
+
+
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int
+) -> Optimizer:
+    """Return the fused optimizer that `config` names, at its peak learning rate.
+
+    Raises:
+        ConfigError: there is no such optimizer.
+    """
+    lr = config.scaled_lr(global_batch_size)
+    match config:
+        case SGDConfig():
+            return SGD(
+                parameters,
+                lr,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                nesterov=config.nesterov,
+                fused=True,
+            )
+        case AdamWConfig():
+            beta1, beta2 = config.betas
+            return AdamW(
+                parameters,
+                lr,
+                betas=(beta1, beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+                fused=True,
+            )
+        case OptimizerConfig():
+            raise ConfigError(f"optimizer.name={config.name!r} is unknown: choose sgd or adamw")
+        case _:
+            assert_never(config)
+
+
+def build_scheduler(
+    config: SchedulerConfig, optimizer: Optimizer, *, steps_per_epoch: int, total_steps: int
+) -> LambdaLR:
+    """Return the schedule that `config` names; call ``step()`` after each optimizer step.
+
+    The factor is a closed form of the step, so that a resumed or prolonged run needs no scheduler history.
+    """
+    return LambdaLR(
+        optimizer,
+        lambda step: lr_factor(
+            config, step, steps_per_epoch=steps_per_epoch, total_steps=total_steps
+        ),
+    )
+
+
+def lr_factor(config: SchedulerConfig, step: int, *, steps_per_epoch: int, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0) over the peak.
+
+    Raises:
+        ConfigError: there is no such schedule.
+    """
+    warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    match config:
+        case ConstantConfig():
+            return 1.0
+        case StepConfig():
+            return config.gamma ** (step // (config.every_epochs * steps_per_epoch))
+        case CosineConfig():
+            done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+            return _anneal(1.0, config.final_factor, done)
+        case OneCycleConfig():
+            return _one_cycle(config, step / max(1, total_steps - 1))
+        case SchedulerConfig():
+            raise ConfigError(
+                f"scheduler.name={config.name!r} is unknown: choose constant, step, cosine or onecycle"
+            )
+        case _:
+            assert_never(config)
+
+
+def _one_cycle(config: OneCycleConfig, done: float) -> float:
+    """Climb, then fall.
+
+    Source: Smith and Topin, Super-Convergence, 2017 (arXiv 1708.07120).
+    """
+    if done < config.rise:
+        return _anneal(config.initial_factor, 1.0, done / config.rise)
+    return _anneal(1.0, config.final_factor, (done - config.rise) / (1 - config.rise))
+
+
+def _anneal(start: float, end: float, done: float) -> float:
+    """Go from `start` to `end` along half a cosine; done: 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * min(done, 1.0))) / 2

@@ -1,0 +1,93 @@
+"""The run directory: claimed by one launch at a time, and only for the config that it was made for."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from ddp_trainer.config import Config, ConfigError, Resume, to_builtins, training_changes
+from ddp_trainer.writer import replace_text
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+PATIENCE_SECONDS = 3.0
+"""How long a launch waits for the lock: a killed predecessor may take a moment to be gone."""
+
+
+@contextmanager
+def claimed(run_dir: Path, config: Config) -> Iterator[None]:
+    """Make `run_dir` ours: created, locked, moved aside first if resume=never, and holding our config.yaml.
+
+    The kernel drops the lock when this process ends, however it ends. Rank 0 only.
+
+    Raises:
+        ConfigError: it cannot be written, another launch is in it, or it belongs to another config.
+    """
+    try:
+        lock = _claim(run_dir, config)
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir} cannot be written: {error}") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _claim(run_dir: Path, config: Config) -> int:
+    lock = _lock(run_dir)
+    try:
+        if config.resume is Resume.never and _is_used(run_dir):
+            logger.info("resume=never: the former run is now %s", _move_aside(run_dir))
+            os.close(lock)
+            lock = _lock(run_dir)
+        _check_config(run_dir, config)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _lock(run_dir: Path) -> int:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
+                ) from None
+            time.sleep(0.1)
+
+
+def _is_used(run_dir: Path) -> bool:
+    return any(entry.name != LOCK for entry in run_dir.iterdir())
+
+
+def _move_aside(run_dir: Path) -> Path:
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
+        number += 1
+    return run_dir.rename(aside)
+
+
+def _check_config(run_dir: Path, config: Config) -> None:
+    path, new = run_dir / "config.yaml", to_builtins(config)
+    if path.exists() and (changes := training_changes(yaml.safe_load(path.read_text()), new)):
+        raise ConfigError(
+            f"{run_dir} holds a run of another config ({'; '.join(changes)}): choose name=… for a new run, "
+            "or resume=never to start afresh (the old directory is moved aside)"
+        )
+    replace_text(path, yaml.safe_dump(new, sort_keys=False))

@@ -1,0 +1,46 @@
+"""BatchNorm statistics: local while training, averaged over ranks where a model is evaluated or saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.distributed import World
+
+
+def floating_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that differ from rank to rank: running means and variances."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def flatten_buffers(model: nn.Module) -> Tensor:
+    """Return a copy of all floating buffers as one float32 vector [n]; n is 0 for a model without any."""
+    buffers = floating_buffers(model)
+    return torch.cat([b.detach().reshape(-1).float() for b in buffers]) if buffers else torch.zeros(0)
+
+
+def restore_buffers(model: nn.Module, vector: Tensor) -> None:
+    """Write a vector made by `flatten_buffers` back into the model."""
+    start = 0
+    with torch.no_grad():
+        for buffer in floating_buffers(model):
+            buffer.copy_(vector[start : start + buffer.numel()].view_as(buffer))
+            start += buffer.numel()
+
+
+@contextmanager
+def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
+    """Within the context the model's statistics are the mean over ranks; after it, this rank's own again.
+
+    Yields this rank's own as a vector. Restoring them keeps training a function of its steps alone: an extra
+    evaluation or save changes nothing, not even a rounding. Collective: every rank must call this.
+    """
+    own = flatten_buffers(model)
+    if own.numel() and world.world_size > 1:
+        restore_buffers(model, world.sum(own.clone()) / world.world_size)
+    yield own
+    if own.numel() and world.world_size > 1:
+        restore_buffers(model, own)

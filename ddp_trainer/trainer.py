@@ -1,0 +1,360 @@
+"""The training loop: the same on one process and on many, from the start and from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_trainer.checkpoint import Checkpoints, State
+from ddp_trainer.config import Config, Precision, to_builtins
+from ddp_trainer.data import EvaluationLoader, ResidentLoader
+from ddp_trainer.distributed import World
+from ddp_trainer.metrics import Ledger, Stopwatch, Sums, peak_memory_mb
+from ddp_trainer.summary import Evaluation, Status, Summary
+from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
+from ddp_trainer.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+CONTROL_SECONDS = 1.0
+"""Ranks agree on stopping and saving at log points, and at least about this often where steps are slow."""
+
+AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+
+
+class Trainer:
+    """Train `model` as `config` says. Every rank builds one and calls `fit`.
+
+    `model` is the bare module, evaluated, clipped and saved; `replica` is what the strategy made of it, and what
+    training calls.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        world: World,
+        model: nn.Module,
+        replica: nn.Module,
+        sync: GradientSync,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        loader: ResidentLoader,
+        eval_loader: EvaluationLoader,
+        checkpoints: Checkpoints,
+        writer: Writer,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config, self.world, self.model, self.replica, self.sync = config, world, model, replica, sync
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.loader, self.eval_loader = loader, eval_loader
+        self.checkpoints, self.writer, self.should_stop = checkpoints, writer, should_stop
+        self.autocast_dtype = AUTOCAST.get(config.precision)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision is Precision.fp16)
+        self.steps_per_epoch = loader.sampler.steps_per_epoch
+        self.step = 0
+        self.sums, self.ledger, self.stopwatch = Sums(world.device), Ledger(world.device), Stopwatch()
+        self.evaluation, self.best_top1 = Evaluation(), 0.0
+        self.earlier_seconds, self.began = 0.0, time.perf_counter()
+        self.epoch_seconds: list[float] = []
+        self.next_control, self.saved_at = 0, time.perf_counter()
+        self.train_line = "nothing left to train"
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def fit(self) -> Summary:
+        """Train, evaluate and save until done or stopped. Collective: every rank must call this."""
+        resumed = self.checkpoints.restore(self)
+        if self.step >= self.last_step and resumed:
+            return self.repeat_summary()
+        self.writer.open(step=self.step)
+        self.warm_up()
+        while self.step < self.last_step:
+            epoch = self.step // self.steps_per_epoch
+            status = self.train_epoch(epoch)
+            is_best = status is not Status.stopped and self.evaluate(epoch)
+            self.checkpoints.save(self, is_best=is_best)
+            if status is Status.stopped:
+                return self.summary(status)
+        return self.summary(self.status)
+
+    @property
+    def last_step(self) -> int:
+        """The optimizer step at which this launch ends."""
+        planned = self.config.epochs * self.steps_per_epoch
+        return planned if self.config.max_steps is None else min(planned, self.config.max_steps)
+
+    @property
+    def status(self) -> Status:
+        """What a launch that was not stopped has come to."""
+        return Status.finished if self.step >= self.config.epochs * self.steps_per_epoch else Status.max_steps
+
+    def train_epoch(self, epoch: int) -> Status:
+        """Train from where the epoch stands to its end, the launch's last step or a soft stop."""
+        began, start = time.perf_counter(), self.step % self.steps_per_epoch
+        self.loader.sampler.set_epoch(epoch, start)
+        if start == 0:
+            self.ledger = Ledger(self.world.device)
+        end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
+        self.stopwatch.restart()
+        self.model.train()
+        with self.writer.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
+            for batch in self.stopwatch.timed(self.loader):
+                self.train_step(batch.images, batch.labels)
+                self.ledger.add(batch.ids, step=self.step % self.steps_per_epoch)
+                self.step += 1
+                self.writer.advance()
+                if self.meet(epoch, is_last=self.step == end) and self.step < end:
+                    return Status.stopped
+                if self.step == end:
+                    break
+        if start == 0 and end == (epoch + 1) * self.steps_per_epoch:
+            self.epoch_seconds.append(time.perf_counter() - began)
+        return Status.finished
+
+    def train_step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Take one optimizer step. images: [B, C, H, W], labels: [B] -> this rank's share of the mean loss []."""
+        *early, last = self.microbatches(images, labels)
+        loss = torch.zeros((), device=images.device)
+        with self.sync.no_sync():
+            for batch in early:
+                loss += self.backward(*batch)
+        loss += self.backward(*last)
+        self.sync.before_step()  # .grad is now the mean over ranks
+        self.clip_and_step()
+        self.sync.after_step()  # parameters are equal on every rank
+        return loss
+
+    def microbatches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Split a rank's share of a global batch into parts that differ by at most one sample."""
+        parts = self.config.num_microbatches
+        return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
+
+    def backward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Add a microbatch's gradients up. Return its share of the global batch's mean loss []."""
+        with self.autocast():
+            logits = self.replica(images)
+        loss_sum = cross_entropy(
+            logits.float(), labels, reduction="sum", label_smoothing=self.config.label_smoothing
+        )
+        # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
+        scale = self.world.world_size / self.config.global_batch_size
+        self.scaler.scale(loss_sum * scale).backward()
+        self.sums.add(loss_sum.detach(), logits.detach(), labels)
+        return loss_sum.detach() / self.config.global_batch_size
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which a forward pass runs at the configured precision."""
+        dtype = self.autocast_dtype
+        return torch.autocast(self.world.device.type, dtype, enabled=dtype is not None)
+
+    def clip_and_step(self) -> None:
+        """Clip the mean gradient if asked to, update the parameters, move the schedule on."""
+        if self.config.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+
+    def warm_up(self) -> None:
+        """Run forward and backward twice and forget it, so that no step is special because it is a launch's first.
+
+        DDP rearranges its buckets after the first backward; without this the first step after a resume would sum
+        in another order than the same step of an uninterrupted run, and from three ranks on round differently.
+        """
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        whole = self.config.compile or self.world.device.type == "cuda"
+        count = self.loader.sampler.local_batch_size // self.config.num_microbatches if whole else 2
+        images = torch.zeros(count, *self.loader.image_shape, device=self.world.device)
+        images = images.contiguous(memory_format=self.loader.normalise.memory_format)
+        self.model.train()
+        for _ in range(2):
+            with self.autocast():
+                logits = self.replica(images)
+            (logits.float().sum() * 0).backward()
+            self.sync.before_step()
+            self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, value in zip(self.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
+
+    # --- where ranks meet -----------------------------------------------------------------------
+
+    def meet(self, epoch: int, *, is_last: bool) -> bool:
+        """Log, save mid-epoch and look for a soft stop where that is due. Return whether to stop, alike on all ranks.
+
+        This is the only place in an epoch, besides the gradients, where ranks talk or the host waits for the device.
+        """
+        is_log_point = is_last or self.step % self.config.log_every_steps == 0
+        stop = save_due = False
+        if is_log_point or self.step >= self.next_control:
+            stop, save_due = self.agree(epoch, log=is_log_point)
+        every = self.config.checkpoint.every_steps
+        save_due = save_due or (every is not None and self.step % every == 0)
+        if save_due and not is_last and not stop:
+            self.checkpoints.save(self)
+            self.saved_at = time.perf_counter()
+        return stop
+
+    def agree(self, epoch: int, *, log: bool) -> tuple[bool, bool]:
+        """Reduce flags, and at log points the window's sums, in one collective. Return (stop, save now)."""
+        every = self.config.checkpoint.every_seconds
+        watch = self.stopwatch
+        mine = torch.zeros(6, dtype=torch.float64)
+        mine[0] = self.should_stop()
+        if self.world.is_main:
+            mine[1] = every is not None and time.perf_counter() - self.saved_at >= every
+            mine[2] = watch.seconds / watch.steps
+        total = mine.to(self.world.device)
+        if log:
+            total[3:] = self.sums.vector
+            self.sums.reset()
+        stop, save_due, step_seconds, loss, correct, count = self.world.sum(total).tolist()
+        self.next_control = self.step + max(1, int(CONTROL_SECONDS / max(step_seconds, 1e-9)))
+        if log:
+            self.log_window(epoch, loss=loss / count, top1=correct / count)
+        return stop > 0, save_due > 0
+
+    def log_window(self, epoch: int, *, loss: float, top1: float) -> None:
+        """Record what the steps since the last log point came to, over all ranks."""
+        tags: dict[str, float | str] = {"train/loss": loss, "train/top1": top1}
+        tags["optim/lr"] = self.scheduler.get_last_lr()[0]
+        tags |= self.stopwatch.close_window(self.config.global_batch_size)
+        rate = self.stopwatch.rates[-1]
+        tags["throughput/images_per_second_per_rank"] = rate / self.world.world_size
+        tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
+        self.writer.scalars(tags, step=self.step, epoch=epoch)
+        self.train_line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def evaluate(self, epoch: int) -> bool:
+        """Measure the model on every evaluation sample once. Return whether it is the best so far.
+
+        Collective: every rank must call this.
+        """
+        sums = Sums(self.world.device)
+        self.model.eval()
+        with averaged_statistics(self.model, self.world):
+            for batch in self.eval_loader:
+                with self.autocast():
+                    logits = self.model(batch.images)
+                sums.add(cross_entropy(logits.float(), batch.labels, reduction="sum"), logits, batch.labels)
+        hashes = self.world.sum(self.ledger.vector.clone()).tolist()
+        loss, correct, count = self.world.sum(sums.vector).tolist()
+        self.evaluation = Evaluation(loss=loss / count, top1=correct / count, count=int(count))
+        is_best = self.evaluation.top1 > self.best_top1
+        self.best_top1 = max(self.best_top1, self.evaluation.top1)
+        self.writer.scalars(
+            {
+                "eval/loss": self.evaluation.loss,
+                "eval/top1": self.evaluation.top1,
+                "eval/count": self.evaluation.count,
+                "ledger/samples": hashes[1],
+                "ledger/digest": Ledger.text(hashes[0]),
+            },
+            step=self.step,
+            epoch=epoch,
+        )
+        logger.info(
+            "epoch %d/%d · %s · test %.4f",
+            epoch + 1,
+            self.config.epochs,
+            self.train_line,
+            self.evaluation.top1,
+        )
+        return is_best
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        """Return all that training needs to go on. Collective: every rank must call this."""
+        with averaged_statistics(self.model, self.world) as own:
+            model = {key: value.clone() for key, value in self.model.state_dict().items()}
+        ledger = self.world.sum(self.ledger.vector.clone())
+        window = self.world.sum(self.sums.vector.clone())
+        return {
+            "model": model,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "epoch": self.step // self.steps_per_epoch,
+            "samples_seen": self.step * self.config.global_batch_size,
+            "config": to_builtins(self.config),
+            "best_top1": self.best_top1,
+            "progress": {
+                "statistics_by_rank": self.world.gather_tensor(own),
+                "ledger": ledger,
+                "window": window,
+                "seconds": self.seconds(),
+                "evaluation": [self.evaluation.loss, self.evaluation.top1, self.evaluation.count],
+            },
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Take up training where `state` left it, at this world size or another."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.step, self.best_top1 = state["step"], state["best_top1"]
+        progress = state["progress"]
+        statistics = progress["statistics_by_rank"]
+        if len(statistics) == self.world.world_size:
+            restore_buffers(self.model, statistics[self.world.rank])
+        if self.world.is_main:  # sums over ranks: one rank carries what all had
+            self.ledger.vector += progress["ledger"].to(self.world.device)
+            self.sums.vector += progress["window"].to(self.world.device)
+        self.earlier_seconds = progress["seconds"]
+        loss, top1, count = progress["evaluation"]
+        self.evaluation = Evaluation(loss=loss, top1=top1, count=count)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def seconds(self) -> float:
+        """Return the wall-clock seconds spent on this run, over all launches."""
+        return self.earlier_seconds + time.perf_counter() - self.began
+
+    def summary(self, status: Status) -> Summary:
+        """Return what this launch came to."""
+        rate = self.stopwatch.median_rate()
+        images = self.steps_per_epoch * self.config.global_batch_size
+        whole_epochs = sorted(self.epoch_seconds)
+        estimate = images / rate if rate else float("nan")
+        return Summary(
+            status=status,
+            eval_top1=self.evaluation.top1,
+            eval_loss=self.evaluation.loss,
+            eval_count=self.evaluation.count,
+            best_top1=self.best_top1,
+            epochs=self.step // self.steps_per_epoch,
+            steps=self.step,
+            seconds=self.seconds(),
+            images_per_second=rate,
+            seconds_per_epoch=whole_epochs[len(whole_epochs) // 2] if whole_epochs else estimate,
+            world_size=self.world.world_size,
+            device=self.world.device.type,
+            backend=self.world.backend,
+            sync=self.config.sync.name,
+        )
+
+    def repeat_summary(self) -> Summary:
+        """Return the summary of the launch that trained the last step, evaluating again if it is lost."""
+        path = self.writer.run_dir / "summary.json"
+        text = self.world.broadcast(path.read_text() if self.world.is_main and path.exists() else "")
+        if text and (summary := Summary.from_json(text)).steps == self.step:
+            return summary
+        self.evaluate(self.step // self.steps_per_epoch - 1)
+        return self.summary(self.status)

@@ -1,0 +1,112 @@
+"""Real processes with a deadline: what most tests are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31", "data.channels=1",
+        "data.height=12", "data.width=12", "data.mean=[0.5]", "data.std=[0.25]", "precision=fp32",
+        "global_batch_size=12", "epochs=2")  # fmt: skip
+"""Overrides for a run of 16 steps that takes a fraction of a second once torch is imported."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a launch left."""
+
+    code: int
+    output: str
+    """stdout and stderr as a user sees them."""
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """Return this process's environment without what a launcher or Hydra put there."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR")
+    return {key: value for key, value in os.environ.items() if key not in ours} | extra
+
+
+def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str) -> Finished:
+    """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the test."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=clean_environment(**extra), text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"still running after {deadline} s: {' '.join(command)}\n{output}")
+    return Finished(process.returncode, output)
+
+
+def launch(*overrides: str, ranks: int | None = None, deadline: float = 120, cwd: Path | None = None,
+           module: str = "ddp_trainer", **extra: str) -> Finished:  # fmt: skip
+    """Run the command line with `overrides`: plain python for ranks=None, else torchrun with so many ranks."""
+    start = [sys.executable] if ranks is None else [*TORCHRUN, f"--nproc_per_node={ranks}"]
+    return run_command([*start, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra)
+
+
+def succeed(*overrides: str, **options: Any) -> Finished:
+    """Launch, and fail the test with the whole output unless the exit code is 0."""
+    done = launch(*overrides, **options)
+    assert done.code == 0, done.output
+    return done
+
+
+def records(run_dir: Path, tag: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl, or those that have `tag`."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if tag is None or tag in line]
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Return what summary.json holds."""
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
+    """Return the state in the newest step checkpoint."""
+    path = max((run_dir / "checkpoints").glob("step-*.pt"))
+    return torch.load(path, weights_only=True)
+
+
+def assert_bitwise(left: Any, right: Any) -> None:
+    """Assert that two states are equal, tensors bit by bit."""
+    assert type(left) is type(right)
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_bitwise(left[key], right[key])
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_bitwise(one, other)
+    else:
+        assert left == right
+
+
+@pytest.fixture
+def run_in(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that launches successfully under tmp_path/<name> and returns the run directory."""
+
+    def go(name: str, *overrides: str, **options: Any) -> Path:
+        succeed(f"output_dir={tmp_path}", f"name={name}", *overrides, **options)
+        return tmp_path / name
+
+    return go

@@ -1,0 +1,63 @@
+"""The laws of world size: the same training however many ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, newest_checkpoint, read_summary, records
+
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+def assert_same_training(one: Path, other: Path) -> None:
+    for left, right in zip(records(one, "ledger/digest"), records(other, "ledger/digest"), strict=True):
+        assert left["ledger/digest"] == right["ledger/digest"]
+        assert left["eval/count"] == right["eval/count"]
+        assert left["eval/loss"] == pytest.approx(right["eval/loss"], abs=1e-4)
+    torch.testing.assert_close(newest_checkpoint(one)["model"], newest_checkpoint(other)["model"])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from conftest import succeed
+
+    folder = tmp_path_factory.mktemp("alone")
+    succeed(f"output_dir={folder}", "name=alone", "sync=none", *TINY, *AUGMENTED)
+    return folder / "alone"
+
+
+AUGMENTED = ("data.augment.crop_padding=2", "data.augment.flip=true", "data.augment.erase=0.5",
+             "global_batch_size=13")  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_same_training_at_any_world_size(ranks: int, alone: Path, run_in: Callable[..., Path]) -> None:
+    assert_same_training(alone, run_in("many", *TINY, *AUGMENTED, ranks=ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_same_training_in_microbatches(ranks: int, alone: Path, run_in: Callable[..., Path]) -> None:
+    assert_same_training(alone, run_in("micro", *TINY, *AUGMENTED, "num_microbatches=3", ranks=ranks))
+
+
+def test_each_evaluation_sample_counts_once_with_more_ranks_than_samples(run_in: Callable[..., Path]) -> None:
+    run_dir = run_in("few", *TINY, "data.num_eval=2", ranks=3)
+    assert read_summary(run_dir)["eval/count"] == 2
+
+
+def test_an_epoch_uses_each_training_sample_once_but_the_dropped_tail(run_in: Callable[..., Path]) -> None:
+    run_dir = run_in("ledger", *TINY, "global_batch_size=10", ranks=2)
+    assert [record["ledger/samples"] for record in records(run_dir, "ledger/samples")] == [90, 90]
+
+
+@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+def test_lenet_on_fashion_mnist_trains_alike_on_one_to_four_ranks(run_in: Callable[..., Path]) -> None:
+    overrides = ("model=lenet", "data=fashion_mnist", "precision=fp32", "global_batch_size=200", "max_steps=25")
+    runs = [run_in(f"w{ranks}", *overrides, ranks=ranks) for ranks in (1, 2, 3, 4)]
+    for run_dir in runs:
+        assert read_summary(run_dir)["eval/count"] == 10_000
+    for run_dir in runs[1:]:
+        assert_same_training(runs[0], run_dir)
