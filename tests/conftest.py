@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from torch.distributed import TCPStore
+
+from ddp_trainer.config import Config, config_dir, register_configs, resolve
+from ddp_trainer.run import run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31", "data.channels=1",
@@ -102,11 +111,72 @@ def assert_bitwise(left: Any, right: Any) -> None:
 
 
 @pytest.fixture
-def run_in(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that launches successfully under tmp_path/<name> and returns the run directory."""
+def train_in(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that trains under tmp_path/<name> on `ranks` ranks and returns the run directory."""
 
-    def go(name: str, *overrides: str, **options: Any) -> Path:
-        succeed(f"output_dir={tmp_path}", f"name={name}", *overrides, **options)
+    def go(name: str, *overrides: str, ranks: int = 1) -> Path:
+        train_on(ranks, f"output_dir={tmp_path}", f"name={name}", *overrides)
         return tmp_path / name
 
     return go
+
+
+# --- ranks without torchrun: forked from a process that has imported torch, so that a test takes a second -----
+
+
+def _rank(rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], args: tuple) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    try:
+        results.put((rank, function(*args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
+    """Call a module-level ``function(*args)`` in `world_size` real processes; return what each returned, by rank.
+
+    What they return must be plain data: it crosses a process boundary.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddp_trainer.run", "conftest"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, world_size, store.port, results, function, args))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        answers = sorted((results.get(timeout=deadline) for _ in processes), key=lambda answer: answer[0])
+    except queue.Empty:
+        pytest.fail(f"{function.__name__} on {world_size} ranks: no answer in {deadline} s")
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+    for _, _, error in answers:
+        assert error is None, error
+    assert [process.exitcode for process in processes] == [0] * world_size
+    return [value for _, value, _ in answers]
+
+
+def compose(*overrides: str) -> Config:
+    """Return the config that the command line would make of `overrides`."""
+    register_configs()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return resolve(hydra_compose("config", list(overrides)))
+
+
+def _train(overrides: tuple[str, ...]) -> str:
+    return run(compose(*overrides)).to_json()
+
+
+def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str, Any]:
+    """Train with `overrides` on so many ranks and return the summary."""
+    return json.loads(on_ranks(world_size, _train, overrides, deadline=deadline)[0])

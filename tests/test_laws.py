@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, newest_checkpoint, read_summary, records
+from conftest import TINY, newest_checkpoint, read_summary, records, train_on
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
@@ -22,10 +22,8 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from conftest import succeed
-
     folder = tmp_path_factory.mktemp("alone")
-    succeed(f"output_dir={folder}", "name=alone", "sync=none", *TINY, *AUGMENTED)
+    train_on(1, f"output_dir={folder}", "name=alone", "sync=none", *TINY, *AUGMENTED)
     return folder / "alone"
 
 
@@ -34,29 +32,29 @@ AUGMENTED = ("data.augment.crop_padding=2", "data.augment.flip=true", "data.augm
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_same_training_at_any_world_size(ranks: int, alone: Path, run_in: Callable[..., Path]) -> None:
-    assert_same_training(alone, run_in("many", *TINY, *AUGMENTED, ranks=ranks))
+def test_the_same_training_at_any_world_size(ranks: int, alone: Path, train_in: Callable[..., Path]) -> None:
+    assert_same_training(alone, train_in("many", *TINY, *AUGMENTED, ranks=ranks))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_same_training_in_microbatches(ranks: int, alone: Path, run_in: Callable[..., Path]) -> None:
-    assert_same_training(alone, run_in("micro", *TINY, *AUGMENTED, "num_microbatches=3", ranks=ranks))
+def test_the_same_training_in_microbatches(ranks: int, alone: Path, train_in: Callable[..., Path]) -> None:
+    assert_same_training(alone, train_in("micro", *TINY, *AUGMENTED, "num_microbatches=3", ranks=ranks))
 
 
-def test_each_evaluation_sample_counts_once_with_more_ranks_than_samples(run_in: Callable[..., Path]) -> None:
-    run_dir = run_in("few", *TINY, "data.num_eval=2", ranks=3)
+def test_each_evaluation_sample_counts_once_with_more_ranks_than_samples(train_in: Callable[..., Path]) -> None:
+    run_dir = train_in("few", *TINY, "data.num_eval=2", ranks=3)
     assert read_summary(run_dir)["eval/count"] == 2
 
 
-def test_an_epoch_uses_each_training_sample_once_but_the_dropped_tail(run_in: Callable[..., Path]) -> None:
-    run_dir = run_in("ledger", *TINY, "global_batch_size=10", ranks=2)
+def test_an_epoch_uses_each_training_sample_once_but_the_dropped_tail(train_in: Callable[..., Path]) -> None:
+    run_dir = train_in("ledger", *TINY, "global_batch_size=10", ranks=2)
     assert [record["ledger/samples"] for record in records(run_dir, "ledger/samples")] == [90, 90]
 
 
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")
-def test_lenet_on_fashion_mnist_trains_alike_on_one_to_four_ranks(run_in: Callable[..., Path]) -> None:
+def test_lenet_on_fashion_mnist_trains_alike_on_one_to_four_ranks(train_in: Callable[..., Path]) -> None:
     overrides = ("model=lenet", "data=fashion_mnist", "precision=fp32", "global_batch_size=200", "max_steps=25")
-    runs = [run_in(f"w{ranks}", *overrides, ranks=ranks) for ranks in (1, 2, 3, 4)]
+    runs = [train_in(f"w{ranks}", *overrides, ranks=ranks) for ranks in (1, 2, 3, 4)]
     for run_dir in runs:
         assert read_summary(run_dir)["eval/count"] == 10_000
     for run_dir in runs[1:]:

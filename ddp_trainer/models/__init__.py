@@ -8,9 +8,8 @@ from torch import nn
 
 from ddp_trainer.config import ConfigError, LeNetConfig, ModelConfig, ResNet18Config
 from ddp_trainer.models.lenet import LeNet
-from ddp_trainer.models.resnet import build_resnet18
 
-__all__ = ["LeNet", "build_model", "build_resnet18"]
+__all__ = ["LeNet", "build_model"]
 
 
 def build_model(config: ModelConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
@@ -23,6 +22,8 @@ def build_model(config: ModelConfig, *, image_shape: tuple[int, int, int], num_c
     """
     match config:
         case ResNet18Config():
+            from ddp_trainer.models.resnet import build_resnet18  # torchvision takes a second to import
+
             return build_resnet18(config, in_channels=image_shape[0], num_classes=num_classes)
         case LeNetConfig():
             return LeNet(config, image_shape=image_shape, num_classes=num_classes)
