@@ -32,10 +32,12 @@ def main() -> None:
 
         @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
         def job(composed: DictConfig) -> float | None:
-            try:
+            try:  # here, as Hydra would announce an exception that passes through it
                 return train(resolve(composed), stack)
             except (ConfigError, OmegaConfBaseException) as error:
-                refuse(error)  # here, as Hydra would announce an exception that passes through it
+                refuse(error)
+            except Exception as error:
+                fail(error)
 
         try:
             job()
@@ -50,6 +52,17 @@ def train(config: Config, stack: ExitStack) -> float:
 
     stack.enter_context(connected(config, read_environment()))
     return run(config, job_dir(config)).best_top1
+
+
+def fail(error: Exception) -> NoReturn:
+    """Exit 1 at once: interpreter shutdown aborts where other ranks are gone and DDP modules are not."""
+    from ddp_trainer.watch import is_told, tell_unwatched
+
+    if not is_told(error):
+        tell_unwatched(error, read_environment())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def job_dir(config: Config) -> Path:

@@ -23,6 +23,7 @@ import torch
 
 from ddp_trainer.config import CheckpointConfig, ConfigError, Resume
 from ddp_trainer.distributed import World
+from ddp_trainer.files import fsync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +76,10 @@ def write_file(path: Path, state: State) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-        _fsync_directory(path.parent)
+        fsync_directory(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         aside.unlink(missing_ok=True)
         raise OSError(f"{path} was not written: {error}") from error
-
-
-def _fsync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -222,7 +215,7 @@ class Checkpoints:
         except OSError:  # a file system without hard links
             shutil.copyfile(path, aside)
         os.replace(aside, best)
-        _fsync_directory(self.folder)
+        fsync_directory(self.folder)
 
 
 def _to_host(value: Any) -> Any:

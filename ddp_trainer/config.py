@@ -56,6 +56,11 @@ class Resume(Enum):
     must = "must"
 
 
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
 class Stem(Enum):
     imagenet = "imagenet"
     small = "small"
@@ -255,9 +260,7 @@ class CosineConfig(SchedulerConfig):
 
     def __post_init__(self) -> None:
         SchedulerConfig.__post_init__(self)
-        require(
-            0 <= self.final_factor <= 1, f"scheduler.final_factor={self.final_factor} must be in [0, 1]"
-        )
+        require(0 <= self.final_factor <= 1, f"scheduler.final_factor={self.final_factor} must be in [0, 1]")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -366,6 +369,8 @@ class Config:
     label_smoothing: float = 0.0
     max_grad_norm: float | None = None
     """Gradients are scaled down to this norm; null: never."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = 20
     resume: Resume = Resume.auto
     """auto: go on from the newest checkpoint if there is one; must: there has to be one; never: start afresh."""
@@ -477,8 +482,7 @@ def digest(config: Config) -> str:
 
 # How long, how often, where and on how many ranks: free to change when a run is resumed.
 FREE_KEYS = frozenset(
-    "name output_dir epochs max_steps eval_batch_size num_threads device backend timeout_seconds "
-    "log_every_steps resume checkpoint data.root sync.bucket_cap_mb compile deterministic channels_last".split()
+    ["name", "output_dir", "epochs", "max_steps", "eval_batch_size", "num_threads", "device", "backend", "timeout_seconds", "log_every_steps", "resume", "checkpoint", "data.root", "sync.bucket_cap_mb", "compile", "deterministic", "channels_last"]
 )
 
 

@@ -61,10 +61,7 @@ class World:
         longest = int(max(lengths))
         texts = [text.new_zeros(longest) for _ in lengths]
         dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
-        return [
-            json.loads(bytes(text[: int(n)].cpu().numpy()))
-            for text, n in zip(texts, lengths, strict=True)
-        ]
+        return [json.loads(bytes(text[: int(n)].cpu().numpy())) for text, n in zip(texts, lengths, strict=True)]
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's `tensor` (of one shape), by rank. Collective: every rank must call this."""
@@ -212,9 +209,7 @@ def shutdown() -> None:
 def connected(config: Config, environment: Environment) -> Iterator[World]:
     """Yield the `World` and leave the process group on the way out, unless it was there before."""
     was_initialized = dist.is_initialized()
-    world = connect(config, environment)
-    try:
-        yield world
-    finally:
-        if not was_initialized:
-            shutdown()
+    yield connect(config, environment)
+    # Not after an exception: other ranks may be gone, and the traceback keeps DDP modules alive.
+    if not was_initialized:
+        shutdown()

@@ -20,6 +20,11 @@ class Environment:
     restart_count: int = 0
     under_torchrun: bool = False
     master_addr: str = "127.0.0.1"
+    master_port: int = 29500
+    stop_file: str | None = None
+    """Where a soft stop may be asked for by making a file: DDP_TRAINER_STOP_FILE."""
+    error_file: str | None = None
+    """Where torchrun looks for the cause of a failure."""
 
     @property
     def is_one_node(self) -> bool:
@@ -34,7 +39,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         ConfigError: only some of torchrun's variables are set.
     """
     if "WORLD_SIZE" not in variables and "RANK" not in variables:
-        return Environment()
+        return Environment(stop_file=variables.get("DDP_TRAINER_STOP_FILE"))
     try:
         return Environment(
             rank=int(variables["RANK"]),
@@ -44,6 +49,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
             restart_count=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
             under_torchrun=True,
             master_addr=variables["MASTER_ADDR"],
+            master_port=int(variables["MASTER_PORT"]),
+            stop_file=variables.get("DDP_TRAINER_STOP_FILE"),
+            error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(

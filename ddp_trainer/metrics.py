@@ -55,6 +55,33 @@ class Ledger:
         return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
+class NonFinite:
+    """Finds the first step whose loss or gradient is infinite or no number, without waiting for the device."""
+
+    NEVER = 2**62
+
+    def __init__(self, device: torch.device) -> None:
+        self.first = torch.full((), self.NEVER, dtype=torch.int64, device=device)
+        """int64 []: the first such step, or NEVER."""
+
+    def check(self, values: Tensor, *, step: int) -> Tensor:
+        """Note optimizer step `step` if any of `values` is not finite. Return whether so: bool []."""
+        is_bad = ~torch.isfinite(values.sum())
+        self.first = torch.where(is_bad, self.first.clamp(max=step), self.first)
+        return is_bad
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """Return an int64 [] that changes with any single bit of the (float32 or int64) `tensors`."""
+    total = torch.zeros((), dtype=torch.int64)
+    for number, tensor in enumerate(tensors):
+        bits = tensor.detach().contiguous().view(-1)
+        bits = bits.view(torch.int32).long() if bits.is_floating_point() else bits
+        odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
+        total = total.to(bits.device) + (bits * odd).sum() * (2 * number + 1)
+    return total
+
+
 class Stopwatch:
     """Wall-clock time of a log window, and the part of it spent waiting for data."""
 

@@ -23,9 +23,7 @@ from ddp_trainer.config import (
 )
 
 
-def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int
-) -> Optimizer:
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int) -> Optimizer:
     """Return the fused optimizer that `config` names, at its peak learning rate.
 
     Raises:
@@ -67,9 +65,7 @@ def build_scheduler(
     """
     return LambdaLR(
         optimizer,
-        lambda step: lr_factor(
-            config, step, steps_per_epoch=steps_per_epoch, total_steps=total_steps
-        ),
+        lambda step: lr_factor(config, step, steps_per_epoch=steps_per_epoch, total_steps=total_steps),
     )
 
 
@@ -93,9 +89,7 @@ def lr_factor(config: SchedulerConfig, step: int, *, steps_per_epoch: int, total
         case OneCycleConfig():
             return _one_cycle(config, step / max(1, total_steps - 1))
         case SchedulerConfig():
-            raise ConfigError(
-                f"scheduler.name={config.name!r} is unknown: choose constant, step, cosine or onecycle"
-            )
+            raise ConfigError(f"scheduler.name={config.name!r} is unknown: choose constant, step, cosine or onecycle")
         case _:
             assert_never(config)
 

@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import yaml
 from rich.console import Console
-from torch import nn
 
 from ddp_trainer.checkpoint import Checkpoints
 from ddp_trainer.config import Config, Precision, digest, flatten, require, to_builtins
@@ -22,7 +20,6 @@ from ddp_trainer.data import (
     ResidentLoader,
     Splits,
     load_splits,
-    prepare,
 )
 from ddp_trainer.data.loader import Normalise
 from ddp_trainer.distributed import World, connected
@@ -36,9 +33,13 @@ from ddp_trainer.seeding import derive_seed
 from ddp_trainer.summary import Status, Summary
 from ddp_trainer.sync import build_sync
 from ddp_trainer.trainer import Trainer
+from ddp_trainer.watch import Watch
 from ddp_trainer.writer import Writer
 
 logger = logging.getLogger(__name__)
+
+STOPPED = "stopped"
+"""The file that says: ended softly and saved, but not finished."""
 
 
 def run(config: Config, run_dir: Path | None = None) -> Summary:
@@ -59,18 +60,22 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         world.together(lambda: stack.enter_context(claimed(run_dir, config)) if world.is_main else None)
         console = Console()
         stack.enter_context(logging_to(console, rank=world.rank, run_dir=run_dir))
-        writer = stack.enter_context(Writer(run_dir, enabled=world.is_main, console=console))
+        watch = stack.enter_context(Watch(world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds))
+        writer = stack.enter_context(
+            Writer(run_dir, enabled=world.is_main, console=console, config=to_builtins(config))
+        )
         checkpoints = stack.enter_context(
             Checkpoints(run_dir / "checkpoints", config.checkpoint, world=world, resume=config.resume)
         )
-        stop = stack.enter_context(SoftStop())
+        stop_file = Path(environment.stop_file) if environment.stop_file and world.is_main else None
+        stop = stack.enter_context(SoftStop(stop_file))
         trainer = build_trainer(
-            config, world=world, splits=splits, checkpoints=checkpoints, writer=writer, stop=stop
+            config, world=world, splits=splits, checkpoints=checkpoints, writer=writer, watch=watch, stop=stop
         )
         print_header(config, trainer, splits, run_dir)
         summary = trainer.fit()
         checkpoints.wait()
-        tell(summary, config, writer)
+        tell(summary, writer)
     return summary
 
 
@@ -126,14 +131,21 @@ def load(config: Config, world: World) -> Splits:
 
 
 def build_trainer(
-    config: Config, *, world: World, splits: Splits, checkpoints: Checkpoints, writer: Writer, stop: SoftStop
+    config: Config,
+    *,
+    world: World,
+    splits: Splits,
+    checkpoints: Checkpoints,
+    writer: Writer,
+    watch: Watch,
+    stop: SoftStop,
 ) -> Trainer:
     """Build the model, its strategy, optimizer and data, and the trainer that holds them."""
     channels, height, width = splits.train.images.shape[1:]
     torch.manual_seed(derive_seed(config.seed, purpose="model"))
-    model = build_model(
-        config.model, image_shape=(channels, height, width), num_classes=splits.num_classes
-    ).to(world.device)
+    model = build_model(config.model, image_shape=(channels, height, width), num_classes=splits.num_classes).to(
+        world.device
+    )
     memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)
     if config.compile:
@@ -141,9 +153,7 @@ def build_trainer(
     sync = build_sync(config.sync, world)
     replica = sync.wrap(model)
     loaders = build_loaders(config, world=world, splits=splits, memory_format=memory_format)
-    optimizer = build_optimizer(
-        config.optimizer, model.parameters(), global_batch_size=config.global_batch_size
-    )
+    optimizer = build_optimizer(config.optimizer, model.parameters(), global_batch_size=config.global_batch_size)
     steps = loaders[0].sampler.steps_per_epoch
     return Trainer(
         config,
@@ -159,6 +169,7 @@ def build_trainer(
         eval_loader=loaders[1],
         checkpoints=checkpoints,
         writer=writer,
+        watch=watch,
         should_stop=stop.poll,
     )
 
@@ -168,9 +179,7 @@ def build_loaders(
 ) -> tuple[ResidentLoader, EvaluationLoader]:
     """Build what training and evaluation iterate over."""
     height, width = splits.train.images.shape[2:]
-    normalise = Normalise(
-        config.data.mean, config.data.std, device=world.device, memory_format=memory_format
-    )
+    normalise = Normalise(config.data.mean, config.data.std, device=world.device, memory_format=memory_format)
     sampler = GlobalBatchSampler(
         splits.train.labels,
         global_batch_size=config.global_batch_size,
@@ -232,12 +241,12 @@ def print_header(config: Config, trainer: Trainer, splits: Splits, run_dir: Path
     logger.info("run directory %s", run_dir)
 
 
-def tell(summary: Summary, config: Config, writer: Writer) -> None:
-    """Write summary.json and the final line."""
-    plain = to_builtins(config)
-    writer.config(yaml.safe_dump(plain, sort_keys=False))
-    writer.hparams(flatten(plain), {"hparam/top1": summary.eval_top1, "hparam/loss": summary.eval_loss})
+def tell(summary: Summary, writer: Writer) -> None:
+    """Write summary.json, a marker if the launch was stopped, and the final line."""
     writer.file("summary.json", summary.to_json())
     if summary.status is Status.stopped:
+        writer.file(STOPPED, f"{summary.steps}\n")
         logger.info("stopped at step %d, not finished: the same command goes on", summary.steps)
+        return
+    writer.hparams({"hparam/top1": summary.eval_top1, "hparam/loss": summary.eval_loss})
     logger.info(summary.line())

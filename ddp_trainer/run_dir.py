@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from ddp_trainer.config import Config, ConfigError, Resume, to_builtins, training_changes
-from ddp_trainer.writer import replace_text
+from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
 

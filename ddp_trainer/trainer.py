@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_trainer.checkpoint import Checkpoints, State
-from ddp_trainer.config import Config, Precision, to_builtins
+from ddp_trainer.config import Config, OnNonfinite, Precision, to_builtins
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
-from ddp_trainer.metrics import Ledger, Stopwatch, Sums, peak_memory_mb
+from ddp_trainer.metrics import Ledger, NonFinite, Stopwatch, Sums, fingerprint, peak_memory_mb
 from ddp_trainer.summary import Evaluation, Status, Summary
 from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
+from ddp_trainer.watch import Watch
 from ddp_trainer.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,14 @@ CONTROL_SECONDS = 1.0
 """Ranks agree on stopping and saving at log points, and at least about this often where steps are slow."""
 
 AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient was not finite."""
+
+
+class Desynchronised(RuntimeError):
+    """Replicas that should be equal are not."""
 
 
 class Trainer:
@@ -51,17 +61,19 @@ class Trainer:
         eval_loader: EvaluationLoader,
         checkpoints: Checkpoints,
         writer: Writer,
+        watch: Watch,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.world, self.model, self.replica, self.sync = config, world, model, replica, sync
         self.optimizer, self.scheduler = optimizer, scheduler
         self.loader, self.eval_loader = loader, eval_loader
-        self.checkpoints, self.writer, self.should_stop = checkpoints, writer, should_stop
+        self.checkpoints, self.writer, self.watch, self.should_stop = checkpoints, writer, watch, should_stop
         self.autocast_dtype = AUTOCAST.get(config.precision)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision is Precision.fp16)
         self.steps_per_epoch = loader.sampler.steps_per_epoch
-        self.step = 0
+        self.step, self.lr = 0, 0.0
         self.sums, self.ledger, self.stopwatch = Sums(world.device), Ledger(world.device), Stopwatch()
+        self.nonfinite = NonFinite(world.device)
         self.evaluation, self.best_top1 = Evaluation(), 0.0
         self.earlier_seconds, self.began = 0.0, time.perf_counter()
         self.epoch_seconds: list[float] = []
@@ -81,7 +93,7 @@ class Trainer:
             epoch = self.step // self.steps_per_epoch
             status = self.train_epoch(epoch)
             is_best = status is not Status.stopped and self.evaluate(epoch)
-            self.checkpoints.save(self, is_best=is_best)
+            self.save(is_best=is_best)
             if status is Status.stopped:
                 return self.summary(status)
         return self.summary(self.status)
@@ -104,6 +116,7 @@ class Trainer:
         if start == 0:
             self.ledger = Ledger(self.world.device)
         end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
+        self.next_control = self.step  # a stop asked for during evaluation is seen at the first step
         self.stopwatch.restart()
         self.model.train()
         with self.writer.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
@@ -111,6 +124,7 @@ class Trainer:
                 self.train_step(batch.images, batch.labels)
                 self.ledger.add(batch.ids, step=self.step % self.steps_per_epoch)
                 self.step += 1
+                self.watch.step, self.watch.phase = self.step, "data"
                 self.writer.advance()
                 if self.meet(epoch, is_last=self.step == end) and self.step < end:
                     return Status.stopped
@@ -122,14 +136,16 @@ class Trainer:
 
     def train_step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take one optimizer step. images: [B, C, H, W], labels: [B] -> this rank's share of the mean loss []."""
+        self.watch.phase = "forward/backward"
         *early, last = self.microbatches(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
             for batch in early:
                 loss += self.backward(*batch)
         loss += self.backward(*last)
+        self.watch.phase = "gradient sync"
         self.sync.before_step()  # .grad is now the mean over ranks
-        self.clip_and_step()
+        self.clip_and_step(loss)
         self.sync.after_step()  # parameters are equal on every rank
         return loss
 
@@ -142,9 +158,7 @@ class Trainer:
         """Add a microbatch's gradients up. Return its share of the global batch's mean loss []."""
         with self.autocast():
             logits = self.replica(images)
-        loss_sum = cross_entropy(
-            logits.float(), labels, reduction="sum", label_smoothing=self.config.label_smoothing
-        )
+        loss_sum = cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.config.label_smoothing)
         # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
         scale = self.world.world_size / self.config.global_batch_size
         self.scaler.scale(loss_sum * scale).backward()
@@ -156,11 +170,18 @@ class Trainer:
         dtype = self.autocast_dtype
         return torch.autocast(self.world.device.type, dtype, enabled=dtype is not None)
 
-    def clip_and_step(self) -> None:
+    def clip_and_step(self, loss: Tensor) -> None:
         """Clip the mean gradient if asked to, update the parameters, move the schedule on."""
+        values = [loss]
         if self.config.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+            values.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        elif not self.scaler.is_enabled():  # fp16 gradients overflow now and then: the scaler sees to that
+            values.append(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
+        is_bad = self.nonfinite.check(torch.stack(values), step=self.step)
+        if self.config.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled():
+            self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # fused optimizers then skip
+        self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -195,46 +216,75 @@ class Trainer:
 
         This is the only place in an epoch, besides the gradients, where ranks talk or the host waits for the device.
         """
-        is_log_point = is_last or self.step % self.config.log_every_steps == 0
-        stop = save_due = False
-        if is_log_point or self.step >= self.next_control:
-            stop, save_due = self.agree(epoch, log=is_log_point)
         every = self.config.checkpoint.every_steps
-        save_due = save_due or (every is not None and self.step % every == 0)
-        if save_due and not is_last and not stop:
-            self.checkpoints.save(self)
-            self.saved_at = time.perf_counter()
+        log = is_last or self.step % self.config.log_every_steps == 0
+        save = every is not None and self.step % every == 0
+        if not (log or save or self.step >= self.next_control):
+            return False
+        stop, is_time_to_save = self.agree(epoch, log=log)
+        if (save or is_time_to_save) and not is_last and not stop:
+            self.save()
         return stop
 
     def agree(self, epoch: int, *, log: bool) -> tuple[bool, bool]:
-        """Reduce flags, and at log points the window's sums, in one collective. Return (stop, save now)."""
+        """Reduce flags and the window's sums in one collective. Return (stop, time to save).
+
+        Raises:
+            Diverged: on all ranks, when a step since the last meeting was not finite on any.
+        """
         every = self.config.checkpoint.every_seconds
-        watch = self.stopwatch
-        mine = torch.zeros(6, dtype=torch.float64)
-        mine[0] = self.should_stop()
+        flags = [float(self.should_stop()), 0.0, 0.0]
         if self.world.is_main:
-            mine[1] = every is not None and time.perf_counter() - self.saved_at >= every
-            mine[2] = watch.seconds / watch.steps
-        total = mine.to(self.world.device)
-        if log:
-            total[3:] = self.sums.vector
-            self.sums.reset()
-        stop, save_due, step_seconds, loss, correct, count = self.world.sum(total).tolist()
+            flags[1] = float(every is not None and time.perf_counter() - self.saved_at >= every)
+            flags[2] = self.stopwatch.seconds / self.stopwatch.steps
+        is_bad = (self.nonfinite.first < NonFinite.NEVER).double()[None]
+        mine = torch.tensor(flags, dtype=torch.float64).to(self.world.device, non_blocking=True)
+        total = self.world.sum(torch.cat([mine, is_bad, self.sums.vector]))
+        stop, save, step_seconds, bad, loss, correct, count = total.tolist()
+        if bad and self.config.on_nonfinite is OnNonfinite.stop:
+            self.diverge()
         self.next_control = self.step + max(1, int(CONTROL_SECONDS / max(step_seconds, 1e-9)))
         if log:
+            self.sums.reset()
             self.log_window(epoch, loss=loss / count, top1=correct / count)
-        return stop > 0, save_due > 0
+        return stop > 0, save > 0
 
     def log_window(self, epoch: int, *, loss: float, top1: float) -> None:
         """Record what the steps since the last log point came to, over all ranks."""
-        tags: dict[str, float | str] = {"train/loss": loss, "train/top1": top1}
-        tags["optim/lr"] = self.scheduler.get_last_lr()[0]
+        tags: dict[str, float | str] = {"train/loss": loss, "train/top1": top1, "optim/lr": self.lr}
         tags |= self.stopwatch.close_window(self.config.global_batch_size)
         rate = self.stopwatch.rates[-1]
         tags["throughput/images_per_second_per_rank"] = rate / self.world.world_size
         tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
         self.writer.scalars(tags, step=self.step, epoch=epoch)
         self.train_line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
+
+    def diverge(self) -> NoReturn:
+        """Raise `Diverged`, naming the first step that was not finite on any rank."""
+        step = min(self.world.gather(int(self.nonfinite.first)))
+        raise Diverged(
+            f"the loss or gradient of step {step} is not finite (lr {self.lr:g}): lower optimizer.lr, "
+            "set max_grad_norm, or set on_nonfinite=skip to leave such updates out"
+        )
+
+    def save(self, *, is_best: bool = False) -> None:
+        """Save a checkpoint after seeing that all replicas are equal. Collective: every rank must call this.
+
+        Raises:
+            Desynchronised: on all ranks, when one holds other parameters than the rest.
+        """
+        self.watch.phase = "save"
+        integers = (buffer for buffer in self.model.buffers() if not buffer.is_floating_point())
+        mine = fingerprint([*self.model.parameters(), *integers])[None]
+        prints = [int(other) for other in self.world.gather_tensor(mine)]
+        usual = max(prints, key=prints.count)
+        if odd := [rank for rank, value in enumerate(prints) if value != usual]:
+            raise Desynchronised(
+                f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
+                f"step {self.step}: nothing was saved; bad memory, or code that treats ranks differently"
+            )
+        self.checkpoints.save(self, is_best=is_best)
+        self.saved_at = time.perf_counter()
 
     # --- evaluation -----------------------------------------------------------------------------
 
@@ -244,6 +294,7 @@ class Trainer:
 
         Collective: every rank must call this.
         """
+        self.watch.phase = "evaluation"
         sums = Sums(self.world.device)
         self.model.eval()
         with averaged_statistics(self.model, self.world):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ddp_trainer.config import flatten
+from ddp_trainer.files import replace_text
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -25,8 +27,8 @@ logger = logging.getLogger(__name__)
 class Writer:
     """The one who writes. On other ranks every method does nothing. Use as a context manager."""
 
-    def __init__(self, run_dir: Path, *, enabled: bool, console: Console) -> None:
-        self.run_dir, self.enabled, self.console = run_dir, enabled, console
+    def __init__(self, run_dir: Path, *, enabled: bool, console: Console, config: dict[str, Any]) -> None:
+        self.run_dir, self.enabled, self.console, self.config = run_dir, enabled, console, config
         self._board: SummaryWriter | None = None
         self._metrics = None
         self._bar: Progress | None = None
@@ -54,6 +56,7 @@ class Writer:
             truncate_records(path, step=step)
         self._metrics = open(path, "a")  # noqa: SIM115 - closed in __exit__
         self._board = SummaryWriter(self.run_dir / "tensorboard", purge_step=step + 1 if step else None)
+        self._board.add_text("config", f"```json\n{json.dumps(self.config, indent=2)}\n```", step)
 
     def scalars(self, tags: dict[str, float | str], *, step: int, epoch: int) -> None:
         """Record `tags` at optimizer step `step`: numbers in both places, text in metrics.jsonl only."""
@@ -69,23 +72,26 @@ class Writer:
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
 
-    def config(self, text: str) -> None:
-        """Record the composed config, as YAML."""
-        if self._board is not None:
-            self._board.add_text("config", "```yaml\n" + text + "```", 0)
-
-    def hparams(self, config: dict[str, Any], results: dict[str, float]) -> None:
-        """Record the final `results` beside the flat `config` they came from."""
+    def hparams(self, results: dict[str, float]) -> None:
+        """Record the final `results` beside the config they came from."""
         if self._board is None:
             return
-        kept = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in config.items()}
+        kept = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in flatten(self.config).items()
+        }
         self._board.add_hparams(kept, results, run_name=".")
 
     @contextmanager
     def epoch(self, epoch: int, *, epochs: int, step: int, steps: int) -> Iterator[None]:
         """Show epoch `epoch` of `epochs` as a bar from `step` to `steps`, on a terminal."""
         if self.enabled and self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._bar.start()
             self._bar.add_task(f"epoch {epoch + 1}/{epochs}", total=steps, completed=step)
@@ -108,16 +114,6 @@ class Writer:
         """Put `text` into the run directory's file `name`, whole or not at all."""
         if self.enabled:
             replace_text(self.run_dir / name, text)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` by way of a temporary name."""
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 def truncate_records(path: Path, *, step: int) -> None:

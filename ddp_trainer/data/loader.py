@@ -56,7 +56,12 @@ class ResidentLoader:
         normalise: Normalise,
         device: torch.device,
     ) -> None:
-        self.sampler, self.augmentation, self.normalise, self.device = sampler, augmentation, normalise, device
+        self.sampler, self.augmentation, self.normalise, self.device = (
+            sampler,
+            augmentation,
+            normalise,
+            device,
+        )
         self.pixels = augmentation.pad(images.images).to(device)
         self.labels = images.labels.to(device)
 

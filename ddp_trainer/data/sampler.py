@@ -70,9 +70,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         """Return the sample ids of the whole epoch in order: int64 [N]."""
         if self._order is None or self._order[0] != self.epoch:
             if self.shuffle:
-                ids = torch.randperm(
-                    self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order")
-                )
+                ids = torch.randperm(self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order"))
             else:
                 ids = torch.arange(self.length)
             self._order = (self.epoch, ids)

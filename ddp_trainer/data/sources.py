@@ -104,16 +104,13 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
     if len(data) < 4 or data[:3] != b"\x00\x00\x08" or data[3] not in kinds:
         raise ConfigError(f"{path} is not an IDX file of bytes (it begins {data[:4].hex()}): fetch the file again")
     if data[3] != dimensions:
-        raise ConfigError(
-            f"{path} holds {kinds[data[3]]} where {kinds[dimensions]} belong: are two files swapped?"
-        )
+        raise ConfigError(f"{path} holds {kinds[data[3]]} where {kinds[dimensions]} belong: are two files swapped?")
     header = 4 + 4 * dimensions
     shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, header, 4)]
     expected = header + torch.Size(shape).numel()
     if len(data) < header or len(data) != expected:
         raise ConfigError(
-            f"{path} is truncated or damaged: {len(data)} bytes where its header says {expected}, "
-            "fetch the file again"
+            f"{path} is truncated or damaged: {len(data)} bytes where its header says {expected}, fetch the file again"
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header).view(shape)
 

@@ -18,9 +18,7 @@ class LeNet(nn.Sequential):
         ConfigError: the images are too small.
     """
 
-    def __init__(
-        self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int
-    ) -> None:
+    def __init__(self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> None:
         channels, height, width = image_shape
         padding = 3 if min(height, width) < 14 else 0  # digits have 8×8 pixels
         rows, columns = (((side + 2 * padding - 2) // 2 - 4) // 2 for side in (height, width))

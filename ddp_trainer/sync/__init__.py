@@ -22,9 +22,7 @@ def build_sync(config: SyncConfig, world: World) -> GradientSync:
     match config:
         case NoSyncConfig():
             if world.world_size > 1:
-                raise ConfigError(
-                    f"sync=none is for one process and there are {world.world_size} ranks: use sync=ddp"
-                )
+                raise ConfigError(f"sync=none is for one process and there are {world.world_size} ranks: use sync=ddp")
             return GradientSync()
         case DDPConfig():
             return DDPSync(config, world)

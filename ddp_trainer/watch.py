@@ -1,0 +1,210 @@
+"""Who failed first, and does everybody still answer: one cause told once, and no rank that hangs or is orphaned.
+
+Each rank publishes where it is in a store that all can reach. When ranks fail, the first to say so is the cause
+and the others keep quiet; when one stops answering, its neighbour says so; when the launcher is gone, ranks go.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from ddp_trainer.config import ConfigError
+from ddp_trainer.distributed import World
+from ddp_trainer.environment import Environment
+from ddp_trainer.files import replace_text
+
+BEAT_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+"""How long a rank that is not the cause waits to be ended by the launcher."""
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out",
+    "NCCL",
+)
+"""What a collective says when another rank is the one in trouble."""
+
+
+TOLD = "told by Watch"
+
+
+def is_told(error: Exception) -> bool:
+    """Say whether a `Watch` has told of `error`, or knows that another rank tells the cause."""
+    return TOLD in getattr(error, "__notes__", ())
+
+
+def tell_unwatched(error: Exception, environment: Environment) -> None:
+    """Tell of an `error` from before the watch began, with its traceback."""
+    tell("".join(traceback.format_exception(error)), environment, since=time.time())
+
+
+def tell(block: str, environment: Environment, *, since: float) -> None:
+    """Hand `block` to torchrun, which prints it last, or print it to stderr."""
+    if environment.error_file is None:
+        print(block, file=sys.stderr, flush=True)
+        return
+    extra = {"py_callstack": block, "timestamp": str(int(since))}
+    data = {"message": {"message": block.splitlines()[0], "extraInfo": extra}}
+    replace_text(Path(environment.error_file), json.dumps(data))
+
+
+class Watch:
+    """Keeps watch over this rank and its neighbour while the context lasts.
+
+    Set `phase` and `step` as training proceeds; what is told of a failure names them.
+    """
+
+    def __init__(self, world: World, environment: Environment, *, run_dir: Path, timeout_seconds: float) -> None:
+        self.world, self.environment, self.run_dir = world, environment, run_dir
+        self.silence_seconds = timeout_seconds / 2
+        self.phase, self.step = "start", 0
+        self._parent, self._done = os.getppid(), threading.Event()
+        self._prefix = "ddp_trainer/" + world.broadcast(uuid.uuid4().hex)
+        self._store = self._connect()
+        self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
+
+    def _connect(self) -> dist.Store:
+        if not self.environment.under_torchrun:
+            return dist.HashStore()
+        address, port = self.environment.master_addr, self.environment.master_port
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+
+    def __enter__(self) -> Self:
+        self._publish(0)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ConfigError):
+            self._fail(error)
+            error.add_note(TOLD)
+        self._done.set()
+        self._thread.join()
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Publish, look for a failure elsewhere, look after the neighbour and the launcher, once a second."""
+        neighbour = (self.world.rank + 1) % self.world.world_size
+        heard, when, beats = None, time.monotonic(), 0
+        while not self._done.wait(BEAT_SECONDS):
+            if self.environment.under_torchrun and os.getppid() != self._parent:
+                os._exit(1)  # torchrun was killed: nobody is left to end this process
+            try:
+                beats += 1
+                self._publish(beats)
+                if self._cause() is not None:
+                    self._leave()
+                said = self._place(neighbour)
+            except dist.DistError:
+                continue  # the store is going away with the job; the parent check above ends this
+            if said != heard:
+                heard, when = said, time.monotonic()
+            elif heard is not None and time.monotonic() - when > self.silence_seconds:
+                self._report_silence(neighbour, json.loads(heard), time.monotonic() - when)
+
+    def _leave(self) -> None:
+        """End this process some seconds after another rank failed, should the launcher not do it."""
+        if not self._done.wait(GRACE_SECONDS):
+            os._exit(1)
+
+    def _publish(self, beats: int) -> None:
+        place = {
+            "beats": beats, "phase": self.phase, "step": self.step, "pid": os.getpid(), "host": socket.gethostname()
+        }  # fmt: skip
+        self._store.set(f"{self._prefix}/place/{self.world.rank}", json.dumps(place))
+
+    def _place(self, rank: int) -> str | None:
+        key = f"{self._prefix}/place/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _report_silence(self, rank: int, place: dict[str, Any], seconds: float) -> None:
+        what = f"rank {rank} on {place['host']} has not answered for {seconds:.0f} s, in {where(place)}"
+        if self._claim(what):
+            self._tell(what, since=time.time() - seconds)
+        if place["host"] == socket.gethostname():
+            os.kill(place["pid"], signal.SIGCONT)  # if it is stopped, let it see that the job is over
+        os._exit(1)
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        """Tell of `error` if this rank is the first to fail; otherwise wait to be ended by the launcher."""
+        is_echo = any(sign in str(error) for sign in LOST_PEER)
+        if is_echo:  # leave the one in trouble time to speak
+            self._done.wait(2 * BEAT_SECONDS)
+        here = {"phase": self.phase, "step": self.step}
+        what = f"rank {self.world.rank} on {socket.gethostname()} failed first, in {where(here)}"
+        if not self._claim(what):
+            time.sleep(GRACE_SECONDS)
+            return
+        frames = traceback.extract_tb(error.__traceback__)
+        details = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+        if is_echo:
+            details = self._silent_ranks() or details
+        elif frames:
+            details.append(f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
+        text = "".join(traceback.format_exception(error))
+        replace_text(self.run_dir / "failure.log", text)
+        self._tell(what, *details, f"traceback: {self.run_dir / 'failure.log'}")
+
+    def _claim(self, what: str) -> bool:
+        """Say `what` failed. Return whether this was the first failure of the job."""
+        try:
+            return self._store.compare_set(f"{self._prefix}/cause", "", what) == what.encode()
+        except dist.DistError:
+            return True  # nobody else can be asked
+
+    def _cause(self) -> str | None:
+        key = f"{self._prefix}/cause"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _silent_ranks(self) -> list[str]:
+        """Name the ranks whose place in the store no longer changes."""
+        before = [self._place(rank) for rank in range(self.world.world_size)]
+        time.sleep(2 * BEAT_SECONDS)
+        after = [self._place(rank) for rank in range(self.world.world_size)]
+        return [
+            f"contact was lost with rank {rank} on {json.loads(said)['host']}, last seen in {where(json.loads(said))}"
+            for rank, said in enumerate(after)
+            if said is not None and said == before[rank] and rank != self.world.rank
+        ]
+
+    def _tell(self, *lines: str, since: float | None = None) -> None:
+        """Say what happened and how to go on: to torchrun, which prints it last, or to stderr."""
+        good = max((self.run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
+        block = "\n".join([*lines, f"last good checkpoint: {good}", f"to go on: {self.command()}"])
+        tell(block, self.environment, since=since or time.time())
+
+    def command(self) -> str:
+        """Return the command line that goes on with this run."""
+        arguments = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
+        if not self.environment.under_torchrun:
+            return f"python {arguments}"
+        nodes = self.environment.world_size // self.environment.local_world_size
+        across = f" --nnodes={nodes} …" if nodes > 1 else ""
+        return f"torchrun{across} --nproc_per_node={self.environment.local_world_size} {arguments}"
+
+
+def where(place: dict[str, Any]) -> str:
+    """Return a rank's place in words."""
+    return f"{place['phase']} after step {place['step']}"
