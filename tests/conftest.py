@@ -180,3 +180,26 @@ def _train(overrides: tuple[str, ...]) -> str:
 def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str, Any]:
     """Train with `overrides` on so many ranks and return the summary."""
     return json.loads(on_ranks(world_size, _train, overrides, deadline=deadline)[0])
+
+
+# --- CI: a skipped test is a failed run -----------------------------------------------------------------------
+
+
+def _unexcused(config: pytest.Config) -> list[Any]:
+    """Return the reports of what was skipped though CI=true: all but tests that need a GPU."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or os.environ.get("CI") != "true":
+        return []
+    return [report for report in reporter.stats.get("skipped", ()) if "gpu" not in report.keywords]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.exitstatus == pytest.ExitCode.OK and _unexcused(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for report in _unexcused(config):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        terminalreporter.write_line(f"CI must not skip {report.nodeid}: {reason}", red=True)
