@@ -4,8 +4,8 @@ BIN := .venv/bin
 
 .PHONY: train test check clean
 
-train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks, a minute
-	$(BIN)/torchrun --nproc_per_node=2 -m ddp_trainer experiment=digits_resnet18
+train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks, about a minute
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m ddp_trainer experiment=digits_resnet18
 
 test: .venv/installed  ## every law, with real processes
 	$(BIN)/pytest
@@ -15,12 +15,13 @@ check: .venv/installed  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-clean:
+clean:  ## all that make has made
 	rm -rf .venv outputs build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Stamped last: an installation that was cut short is taken up again, a finished one is not repeated.
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
