@@ -1,0 +1,251 @@
+"""Run ddp_trainer and its peers on the same job, interleaved, and print how fast each of them trains.
+
+    python benchmarks/compare.py --model lenet --rounds 5
+
+Every contestant trains the same model on Fashion-MNIST with the same augmentation and global batch, on
+`--ranks` ranks of one thread under torchrun. A round runs all of them once, each round beginning with another, so
+that a slow minute of the machine slows them all. Two comparisons come out of the same rounds: as a user would run it
+(our defaults) and like for like (`--precision`, no compile).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+PEERS = {"plain DDP": "plain_ddp.py", "Lightning": "lightning_ddp.py", "Accelerate": "accelerate_ddp.py"}
+BARE = "bare loop"
+DEFAULTS, ALIKE = "ddp_trainer, defaults", "ddp_trainer, like for like"
+DEADLINE_SECONDS = 1200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all contestants do."""
+
+    model: str
+    ranks: int
+    global_batch_size: int
+    steps: int
+    window: int
+    precision: str
+    """Of the like-for-like comparison and of all peers."""
+    data: Path
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What one contestant came to, a value per round."""
+
+    images_per_second: list[float] = field(default_factory=list)
+    first_step_seconds: list[float] = field(default_factory=list)
+    workers: int | None = None
+    version: str = ""
+
+
+def torchrun(job: Job, *command: str) -> str:
+    """Run `command` on the job's ranks, one thread each; return what it printed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.ranks}")
+    done = subprocess.run(
+        [sys.executable, *launcher, *command], cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS,
+    )  # fmt: skip
+    if done.returncode != 0:
+        print(f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout}", file=sys.stderr)
+    return done.stdout
+
+
+def run_peer(job: Job, script: str, *, workers: int) -> dict[str, Any]:
+    """Run one of peers/ and return its report."""
+    options = {
+        "data": job.data, "model": job.model, "steps": job.steps, "window": job.window, "workers": workers,
+        "batch-size": job.global_batch_size // job.ranks, "precision": job.precision, "launched": time.time(),
+    }  # fmt: skip
+    output = torchrun(job, str(HERE / "peers" / script), *(f"--{key}={value}" for key, value in options.items()))
+    report = next(json.loads(line) for line in output.splitlines() if line.startswith('{"images_per_second"'))
+    assert (report["num_threads"], report["world_size"]) == (1, job.ranks), report
+    return report
+
+
+def run_ours(job: Job, *overrides: str) -> dict[str, Any]:
+    """Run ddp_trainer and return the same report, from its run directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        launched = time.time()
+        torchrun(
+            job, "-m", "ddp_trainer", f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
+            f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
+            f"log_every_steps={job.window}", f"output_dir={folder}", "name=bench", *overrides,
+        )  # fmt: skip
+        run_dir = Path(folder) / "bench"
+        summary = json.loads((run_dir / "summary.json").read_text())
+        first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    window_seconds = first["time/step_ms"] * (job.window - 1) / 1e3  # from the first step's end to the first record
+    return {
+        "images_per_second": summary["images_per_second"],
+        "first_step_seconds": first["time"] - window_seconds - launched,
+        "version": f"ddp_trainer {our_version()}",
+    }
+
+
+def our_version() -> str:
+    from ddp_trainer import __version__
+
+    return __version__
+
+
+def best_workers(job: Job, script: str) -> int:
+    """Return how many loader workers suit a peer best here, of 0, 1 and 2."""
+    rates = {n: run_peer(job, script, workers=n)["images_per_second"] for n in (0, 1, 2)}
+    print(f"  {script}: " + ", ".join(f"{n} workers {rate:,.0f} img/s" for n, rate in rates.items()), flush=True)
+    return max(rates, key=rates.__getitem__)
+
+
+def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Result]:
+    """Run every contestant `rounds` times, interleaved."""
+    results = {DEFAULTS: Result(), ALIKE: Result(), BARE: Result()}
+    for name, script in PEERS.items():
+        results[name] = Result(workers=best_workers(job, script) if workers is None else workers)
+    names = list(results)
+    for round_ in range(rounds):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            report = run_contestant(job, name, workers=results[name].workers or 0)
+            results[name].images_per_second.append(report["images_per_second"])
+            results[name].first_step_seconds.append(report["first_step_seconds"])
+            results[name].version = report["version"]
+            print(f"  round {round_ + 1}: {name}: {report['images_per_second']:,.0f} img/s", flush=True)
+    return results
+
+
+def run_contestant(job: Job, name: str, *, workers: int) -> dict[str, Any]:
+    """Run one contestant once."""
+    if name == DEFAULTS:
+        return run_ours(job)
+    if name == ALIKE:
+        return run_ours(job, f"precision={job.precision}", "compile=false")
+    if name == BARE:
+        return run_peer(job, "bare_loop.py", workers=0)
+    return run_peer(job, PEERS[name], workers=workers)
+
+
+def ratio(result: Result, base: Result) -> tuple[float, float, float]:
+    """Return median, lowest and highest of the round-by-round ratios."""
+    ratios = [a / b for a, b in zip(result.images_per_second, base.images_per_second, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def best_peer(results: dict[str, Result]) -> str:
+    """Return the name of the peer with the highest median."""
+    return max(PEERS, key=lambda name: statistics.median(results[name].images_per_second))
+
+
+def table(results: dict[str, Result]) -> str:
+    """Return the results as a Markdown table."""
+    best = best_peer(results)
+    lines = [
+        f"| | images/s, median (min–max) | × {best}, median of rounds (min–max) | launch to first step, s | workers |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, result in results.items():
+        rates = result.images_per_second
+        middle, low, high = ratio(result, results[best])
+        lines.append(
+            f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f}) "
+            f"| {middle:.2f} ({low:.2f}–{high:.2f}) | {statistics.median(result.first_step_seconds):.1f} "
+            f"| {'–' if result.workers is None else result.workers} |"
+        )
+    return "\n".join(lines)
+
+
+def cpu_model() -> str:
+    """Return the processor's name and number of cores."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    bf16 = ", multiplies bf16" if torch.cpu._is_avx512_bf16_supported() else ""
+    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores{bf16}"
+
+
+def draw(results: dict[str, Result], *, title: str, path: Path) -> None:
+    """Draw medians as bars and the spread as whiskers, if matplotlib is there."""
+    try:
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        print("no picture: matplotlib is in the extra bench")
+        return
+    names = list(reversed(results))
+    medians = [statistics.median(results[name].images_per_second) for name in names]
+    spread = [
+        [m - min(results[n].images_per_second) for n, m in zip(names, medians, strict=True)],
+        [max(results[n].images_per_second) - m for n, m in zip(names, medians, strict=True)],
+    ]
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    colours = ["#c2410c" if name.startswith("ddp_trainer") else "#94a3b8" for name in names]
+    bars = axes.barh(names, medians, xerr=spread, color=colours, capsize=3)
+    axes.bar_label(bars, fmt=lambda value: f"{value:,.0f}", padding=6)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("images per second, median of rounds (whiskers: min and max)")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def parse() -> tuple[Job, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("lenet", "resnet18"), default="lenet")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--global-batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, help="default: 200 for lenet, 8 for resnet18")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--workers", type=int, help="of the peers' loaders; default: each peer's best of 0, 1 and 2")
+    parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    steps, window = (200, 20) if options.model == "lenet" else (8, 1)
+    job = Job(
+        model=options.model, ranks=options.ranks, global_batch_size=options.global_batch_size, data=options.data,
+        steps=options.steps or steps, window=window, precision=options.precision,
+    )  # fmt: skip
+    return job, options
+
+
+def main() -> None:
+    job, options = parse()
+    processor, load = cpu_model(), os.getloadavg()[0]
+    print(f"{job.model}, global batch {job.global_batch_size}, {job.ranks} ranks of one thread, {job.precision}")
+    print(f"{processor}; load before: {load:.2f}", flush=True)
+    results = run_rounds(job, rounds=options.rounds, workers=options.workers)
+    versions = sorted({result.version for result in results.values()})
+    text = table(results)
+    print(f"\n{text}\n\n{', '.join(versions)}, Python {platform.python_version()}")
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / f"{job.model}-{job.precision}.json"
+    record = {
+        "job": {key: value for key, value in asdict(job).items() if key != "data"},
+        "processor": processor,
+        "load_before": load,
+        "python": platform.python_version(),
+        "best_peer": best_peer(results),
+        "results": {name: asdict(result) for name, result in results.items()},
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    title = f"{job.model}, Fashion-MNIST, {job.ranks} ranks, {processor}"
+    draw(results, title=title, path=path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""No framework: DDP in a bare loop over our resident batches, which leaves only the trainer's own overhead apart."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from job import MEAN, STD, Clock, Job, build_model, parse_job
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_trainer.config import AugmentConfig
+from ddp_trainer.data import Augmentation, Batch, GlobalBatchSampler, ResidentLoader
+from ddp_trainer.data.loader import Normalise
+from ddp_trainer.data.sources import read_split
+
+
+def batches(loader: ResidentLoader) -> Iterator[Batch]:
+    epoch = 0
+    while True:
+        loader.sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+def train(job: Job) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    images = read_split(job.data, "train", num_classes=10)
+    cpu, layout = torch.device("cpu"), torch.channels_last
+    loader = ResidentLoader(
+        images,
+        sampler=GlobalBatchSampler(images, global_batch_size=job.batch_size * world_size),
+        augmentation=Augmentation(AugmentConfig(crop_padding=2, flip=True), height=28, width=28, seed=0),
+        normalise=Normalise([MEAN], [STD], device=cpu, memory_format=layout),
+        device=cpu,
+    )
+    model = build_model(job.model).to(memory_format=layout)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True)
+    clock = Clock(job)
+    for batch in batches(loader):
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+            logits = model(batch.images)
+        loss = cross_entropy(logits.float(), batch.labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if clock.tick():
+            loss.item()
+            clock.close_window()
+        if clock.steps == job.steps:
+            break
+    if rank == 0:
+        clock.report(world_size=world_size, version=f"torch {torch.__version__}")
+
+
+def main() -> None:
+    job = parse_job()
+    dist.init_process_group("gloo")
+    train(job)
+    gc.collect()  # a DDP module that outlives its group may abort the interpreter at exit
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
