@@ -7,21 +7,22 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.main import get_args_parser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_trainer.config import Config, ConfigError, config_dir, register_configs, resolve
-from ddp_trainer.environment import read_environment
+from ddp_trainer.environment import Environment, read_environment
+from ddp_trainer.explain import explain
 
 USER_ERROR = 2
 GRACE_SECONDS = 5.0
-"""How long other ranks let rank 0 speak first: torchrun ends all ranks once one has exited."""
+"""How long other nodes let rank 0 speak first: torchrun ends all ranks once one has exited."""
 
 
 def main() -> None:
@@ -40,17 +41,36 @@ def main() -> None:
                 fail(error)
 
         try:
+            check_flags()
             job()
-        except (HydraException, OmegaConfBaseException) as error:
+        except Exception as error:  # from composing: what happens in a job ends there
             refuse(error)
 
 
+def check_flags() -> None:
+    """Refuse flags that Hydra does not know; argparse itself would print its usage, and on every rank.
+
+    Raises:
+        ConfigError: says which.
+    """
+
+    def reject(message: str) -> NoReturn:
+        raise ConfigError(f"{message}: keys are set without dashes, key=value; --hydra-help lists the flags")
+
+    parser = get_args_parser()
+    parser.error = reject  # type: ignore[method-assign]
+    parser.parse_args()
+
+
 def train(config: Config, stack: ExitStack) -> float:
-    """Run one job and return its best top-1 for a sweeper. The process group lives until `stack` is closed."""
+    """Run one job and return its best top-1 for a sweeper; the jobs of a sweep share one process group."""
+    environment = read_environment()
+    config.check_world_size(environment.world_size)
     from ddp_trainer.distributed import connected  # torch takes seconds to import; a bad config should not
     from ddp_trainer.run import run
 
-    stack.enter_context(connected(config, read_environment()))
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        stack.enter_context(connected(config, environment))
     return run(config, job_dir(config)).best_top1
 
 
@@ -75,24 +95,16 @@ def job_dir(config: Config) -> Path:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """Print the user's error once, by rank 0, and exit 2."""
-    if read_environment().rank != 0:
-        time.sleep(GRACE_SECONDS)
-        sys.exit(USER_ERROR)
-    print(f"error: {explain(error)}", file=sys.stderr, flush=True)
+    """Print the user's error and exit 2: rank 0 speaks, or the first rank of a node that goes on without it."""
+    try:
+        environment = read_environment()
+    except ConfigError:
+        environment = Environment()  # it is what the error is about: every process speaks for itself
+    if environment.rank != 0:
+        time.sleep(GRACE_SECONDS * (1 if environment.local_rank == 0 else 2))
+    if environment.local_rank == 0:
+        print(f"error: {explain(error, sys.argv[1:])}", file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
-
-
-def explain(error: Exception) -> str:
-    """Return what went wrong in one paragraph, with the cause that Hydra wrapped."""
-    parts: list[str] = []
-    cause: Any = error
-    while cause is not None:
-        text = " ".join(str(cause).split())
-        if text and not any(text in part for part in parts):
-            parts.append(text)
-        cause = cause.__cause__
-    return " · ".join(parts)
 
 
 if __name__ == "__main__":

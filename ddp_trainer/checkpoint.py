@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self, cast
 
 import torch
 
@@ -40,7 +40,7 @@ class Checkpointable(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-class DamagedCheckpoint(Exception):
+class DamagedCheckpointError(Exception):
     """The file is not what was written; the message says how."""
 
 
@@ -71,7 +71,7 @@ def write_file(path: Path, state: State) -> None:
     try:
         with open(aside, "wb") as file:
             hashing = _Hashing(file)
-            torch.save(state, hashing)
+            torch.save(state, cast(IO[bytes], hashing))
             file.write(MAGIC + hashing.sha256.digest())
             file.flush()
             os.fsync(file.fileno())
@@ -86,16 +86,16 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of the checkpoint file `path` after checking its checksum.
 
     Raises:
-        DamagedCheckpoint: it is truncated, altered, or not a checkpoint.
+        DamagedCheckpointError: it is truncated, altered, or not a checkpoint.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DamagedCheckpoint(f"cannot be read ({error})") from error
+        raise DamagedCheckpointError(f"cannot be read ({error})") from error
     if data[-TRAILER_BYTES:-32] != MAGIC:
-        raise DamagedCheckpoint(f"has no checksum at its end, {len(data)} bytes in: truncated or foreign")
+        raise DamagedCheckpointError(f"has no checksum at its end, {len(data)} bytes in: truncated or foreign")
     if hashlib.sha256(memoryview(data)[:-TRAILER_BYTES]).digest() != data[-32:]:
-        raise DamagedCheckpoint("does not match its checksum: altered after it was written")
+        raise DamagedCheckpointError("does not match its checksum: altered after it was written")
     return data
 
 
@@ -103,12 +103,12 @@ def parse(data: bytes) -> State:
     """Return the state in `data`; builtins and tensors only, so that nothing in a file can run.
 
     Raises:
-        DamagedCheckpoint: it holds anything else.
+        DamagedCheckpointError: it holds anything else.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise DamagedCheckpoint(f"does not load ({str(error).splitlines()[0]})") from error
+        raise DamagedCheckpointError(f"does not load ({str(error).splitlines()[0]})") from error
 
 
 # --- a run's files ------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Checkpoints:
             try:
                 data = read_bytes(path)
                 parse(data)
-            except DamagedCheckpoint as error:
+            except DamagedCheckpointError as error:
                 logger.warning("checkpoint %s %s: trying the one before it", path, error)
                 continue
             logger.info("resuming from %s", path)

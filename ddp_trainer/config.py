@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError
 
 
 class ConfigError(ValueError):
@@ -29,6 +31,10 @@ def require(condition: bool, message: str) -> None:
 def require_positive(key: str, value: float | None) -> None:
     """Refuse zero and negative values of `key`; None means "not set" and passes."""
     require(value is None or value > 0, f"{key}={value} must be greater than 0")
+
+
+RULES = {"num_threads": "auto or 1 to 1024", "channels_last": "auto, true or false"}
+"""What the keys that take more than one type must be."""
 
 
 class Precision(Enum):
@@ -116,6 +122,18 @@ class AugmentConfig:
         )
 
 
+def check_crop(augment: AugmentConfig, *, height: int, width: int) -> None:
+    """Refuse a crop that may miss the image altogether.
+
+    Raises:
+        ConfigError: the border is as wide as the image or wider.
+    """
+    require(
+        augment.crop_padding < min(height, width),
+        f"data.augment.crop_padding={augment.crop_padding} must be smaller than the images of {height}×{width} pixels",
+    )
+
+
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = MISSING
@@ -128,7 +146,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(
             len(self.mean) == len(self.std) > 0,
-            f"data.mean={self.mean} and data.std={self.std} need one value per channel each",
+            f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
         )
         require(all(s > 0 for s in self.std), f"data.std={self.std} must be greater than 0 in every channel")
 
@@ -157,14 +175,15 @@ class SyntheticConfig(DataConfig):
 
     def __post_init__(self) -> None:
         DataConfig.__post_init__(self)
-        for key in ("num_train", "channels", "height", "width"):
+        for key in ("num_train", "num_eval", "channels", "height", "width"):
             require_positive(f"data.{key}", getattr(self, key))
-        require(self.num_eval >= 0, f"data.num_eval={self.num_eval} must be 0 or more")
         require(2 <= self.num_classes <= 256, f"data.num_classes={self.num_classes} must be 2 to 256")
         require(
             len(self.mean) == self.channels,
-            f"data.mean has {len(self.mean)} values for data.channels={self.channels}: give one per channel",
+            f"data.mean={self.mean} must have one value per channel, and so must data.std: "
+            f"data.channels={self.channels}",
         )
+        check_crop(self.augment, height=self.height, width=self.width)
 
 
 # --- optimizer and scheduler ------------------------------------------------------------------
@@ -387,21 +406,67 @@ class Config:
             "log_every_steps",
         ):
             require_positive(key, getattr(self, key))
+        for key, allowed in (("num_threads", range(1, 1025)), ("channels_last", (True, False))):
+            value = getattr(self, key)
+            require(value == "auto" or (value in allowed), f"{key}={value} must be {RULES[key]}")
+        require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must be in [0, 1)")
+        require(0 <= self.seed < 2**63, f"seed={self.seed} must be 0 to 2^63 - 1")
+        for key, value in flatten(asdict(self)).items():
+            numbers = value if isinstance(value, list) else [value]
+            finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
+            require(finite, f"{key}={value} must be finite")
+        self._check_names()
+        self._check_together()
+
+    def _check_names(self) -> None:
         require(
-            self.num_threads == "auto" or (isinstance(self.num_threads, int) and self.num_threads > 0),
-            f"num_threads={self.num_threads} must be auto or greater than 0",
+            self.name not in ("", ".", "..") and "/" not in self.name,
+            f"name={self.name} becomes the run's folder in output_dir: it must be one plain name, without /",
         )
-        require(
-            self.channels_last in ("auto", True, False),
-            f"channels_last={self.channels_last} must be auto, true or false",
-        )
+        require(self.output_dir != "", "output_dir= is empty: name a folder, . is this one")
+        for group, choices in SCHEMAS.items():
+            chosen = getattr(self, group)
+            own_name = next((name for name, schema in choices.items() if schema is type(chosen)), chosen.name)
+            require(
+                chosen.name == own_name,
+                f"{group}.name={chosen.name} must stay {own_name}: to choose another write {group}={chosen.name}",
+            )
+
+    def _check_together(self) -> None:
         require(
             self.global_batch_size >= self.num_microbatches,
             f"num_microbatches={self.num_microbatches} must be at most global_batch_size={self.global_batch_size}",
         )
-        require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must be in [0, 1)")
-        require(0 <= self.seed < 2**63, f"seed={self.seed} must be 0 to 2^63 - 1")
-        require(bool(self.name), "name='' is empty: give the run a name, it becomes its directory")
+        require(
+            self.scheduler.warmup_epochs <= self.epochs,
+            f"scheduler.warmup_epochs={self.scheduler.warmup_epochs} must be at most epochs={self.epochs}",
+        )
+        require(
+            self.backend is not Backend.nccl or self.device is not Device.cpu,
+            "backend=nccl serves GPUs and device=cpu: use backend=gloo, or device=cuda",
+        )
+
+    def check_world_size(self, world_size: int) -> None:
+        """Check what depends on the number of ranks; before they meet, so that none waits for the others.
+
+        Raises:
+            ConfigError: a rank would have too few samples, or the strategy is for one process.
+        """
+        require(
+            self.global_batch_size >= world_size,
+            f"global_batch_size={self.global_batch_size} must be at least the number of ranks, {world_size}: "
+            "each needs a sample, so raise it or start fewer",
+        )
+        share = self.global_batch_size // world_size
+        require(
+            self.num_microbatches <= share,
+            f"num_microbatches={self.num_microbatches} must be at most the {share} samples of a rank: "
+            f"lower it, or raise global_batch_size={self.global_batch_size}",
+        )
+        require(
+            world_size == 1 or not isinstance(self.sync, NoSyncConfig),
+            f"sync=none is for one process and there are {world_size} ranks: use sync=ddp",
+        )
 
 
 SCHEMAS: dict[str, dict[str, type]] = {
@@ -436,15 +501,37 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ddp_trainer")
 
 
-def resolve(composed: Any) -> Config:
+def resolve(composed: DictConfig) -> Config:
     """Turn what Hydra composed into a validated `Config`.
 
     Raises:
         ConfigError: a value breaks a rule.
+        OmegaConfBaseException: a key was added or removed, or a value is missing or refers to nothing.
     """
+    check_keys(composed)
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
     return config
+
+
+def check_keys(node: DictConfig, prefix: str = "") -> None:
+    """Refuse what Hydra lets pass: keys added with ``+`` that no schema has, and keys removed with ``~``.
+
+    Raises:
+        ConfigKeyError: a key was added.
+        ConfigError: a key was removed.
+    """
+    schema = OmegaConf.get_type(node)
+    names = [f.name for f in fields(schema)] if is_dataclass(schema) else list(node)
+    for key in node:
+        if key not in names:
+            error = ConfigKeyError(f"Key '{key}' not in '{schema}'")
+            error.full_key, error.object_type = f"{prefix}{key}", schema
+            raise error
+    for name in names:
+        require(name in node, f"~{prefix}{name} removes a key that is needed: set it instead, {prefix}{name}=…")
+        if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
+            check_keys(child, f"{prefix}{name}.")
 
 
 def to_builtins(config: Config) -> dict[str, Any]:
@@ -482,7 +569,25 @@ def digest(config: Config) -> str:
 
 # How long, how often, where and on how many ranks: free to change when a run is resumed.
 FREE_KEYS = frozenset(
-    ["name", "output_dir", "epochs", "max_steps", "eval_batch_size", "num_threads", "device", "backend", "timeout_seconds", "log_every_steps", "resume", "checkpoint", "data.root", "sync.bucket_cap_mb", "compile", "deterministic", "channels_last"]
+    [
+        "name",
+        "output_dir",
+        "epochs",
+        "max_steps",
+        "eval_batch_size",
+        "num_threads",
+        "device",
+        "backend",
+        "timeout_seconds",
+        "log_every_steps",
+        "resume",
+        "checkpoint",
+        "data.root",
+        "sync.bucket_cap_mb",
+        "compile",
+        "deterministic",
+        "channels_last",
+    ]
 )
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddp_trainer.config import ConfigError
+from ddp_trainer.config import ConfigError, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,32 +32,41 @@ class Environment:
         return self.world_size == self.local_world_size
 
 
+COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+WAY_OUT = "start with torchrun --nproc_per_node=N -m ddp_trainer, or unset RANK and WORLD_SIZE for one process"
+
+
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Return this process's `Environment`; without torchrun's variables, that of a lone process.
 
     Raises:
-        ConfigError: only some of torchrun's variables are set.
+        ConfigError: only some of torchrun's variables are set, or one makes no sense.
     """
     if "WORLD_SIZE" not in variables and "RANK" not in variables:
         return Environment(stop_file=variables.get("DDP_TRAINER_STOP_FILE"))
-    try:
-        return Environment(
-            rank=int(variables["RANK"]),
-            world_size=int(variables["WORLD_SIZE"]),
-            local_rank=int(variables["LOCAL_RANK"]),
-            local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
-            restart_count=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            under_torchrun=True,
-            master_addr=variables["MASTER_ADDR"],
-            master_port=int(variables["MASTER_PORT"]),
-            stop_file=variables.get("DDP_TRAINER_STOP_FILE"),
-            error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
-        )
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"the environment sets RANK or WORLD_SIZE but not all of torchrun's variables ({error}): "
-            "start with torchrun --nproc_per_node=N -m ddp_trainer, or unset them for one process"
-        ) from error
+    if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
+        found = "RANK" if "RANK" in variables else "WORLD_SIZE"
+        raise ConfigError(f"{found}={variables[found]} is set and {', '.join(missing)} not: {WAY_OUT}")
+    rank, world_size, local_rank, local_world_size, port = (_count(name, variables) for name in COUNTS)
+    for name, place, size in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_world_size)):
+        require(place < size <= world_size, f"{name}={place} of {size} ranks out of {world_size}: {WAY_OUT}")
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        restart_count=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        under_torchrun=True,
+        master_addr=variables["MASTER_ADDR"],
+        master_port=port,
+        stop_file=variables.get("DDP_TRAINER_STOP_FILE"),
+        error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
+    )
+
+
+def _count(name: str, variables: Mapping[str, str]) -> int:
+    require(variables[name].isdecimal(), f"{name}={variables[name]} must be a whole number: {WAY_OUT}")
+    return int(variables[name])
 
 
 def usable_cores() -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
-
-logger = logging.getLogger(__name__)
 
 
 class SoftStop:
@@ -22,6 +20,7 @@ class SoftStop:
     def __init__(self, stop_file: Path | None = None) -> None:
         self.stop_file = stop_file
         self.is_set = False
+        self._interrupted = float("-inf")
         self._former: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -36,10 +35,12 @@ class SoftStop:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted < 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if number == signal.SIGINT:
-            if self.is_set:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+            self._interrupted = now
         self.is_set = True
 
     def poll(self) -> bool:

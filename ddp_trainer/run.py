@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from ddp_trainer.checkpoint import Checkpoints
-from ddp_trainer.config import Config, Precision, digest, flatten, require, to_builtins
+from ddp_trainer.config import Config, ConfigError, Precision, digest, flatten, require, to_builtins
 from ddp_trainer.data import (
     Augmentation,
     EvaluationLoader,
@@ -20,6 +20,7 @@ from ddp_trainer.data import (
     ResidentLoader,
     Splits,
     load_splits,
+    prepare,
 )
 from ddp_trainer.data.loader import Normalise
 from ddp_trainer.distributed import World, connected
@@ -52,23 +53,32 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     """
     environment = read_environment()
     run_dir = run_dir or Path(config.output_dir) / config.name
+    refusal = prepare_data(config)
     with ExitStack() as stack:
         world = stack.enter_context(connected(config, environment))
         check_same_config(config, world)
         config = settle(config, world)
-        splits = world.together(lambda: load(config, world))
+        splits = world.together(lambda: load(config, world, refusal))
         world.together(lambda: stack.enter_context(claimed(run_dir, config)) if world.is_main else None)
         console = Console()
         stack.enter_context(logging_to(console, rank=world.rank, run_dir=run_dir))
-        watch = stack.enter_context(Watch(world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds))
+        stop_file = Path(environment.stop_file) if environment.stop_file and world.is_main else None
+        stop = stack.enter_context(SoftStop(stop_file))
+        watch = stack.enter_context(
+            Watch(
+                world,
+                environment,
+                run_dir=run_dir,
+                timeout_seconds=config.timeout_seconds,
+                told_to_stop=lambda: stop.is_set,
+            )
+        )
         writer = stack.enter_context(
             Writer(run_dir, enabled=world.is_main, console=console, config=to_builtins(config))
         )
         checkpoints = stack.enter_context(
             Checkpoints(run_dir / "checkpoints", config.checkpoint, world=world, resume=config.resume)
         )
-        stop_file = Path(environment.stop_file) if environment.stop_file and world.is_main else None
-        stop = stack.enter_context(SoftStop(stop_file))
         trainer = build_trainer(
             config, world=world, splits=splits, checkpoints=checkpoints, writer=writer, watch=watch, stop=stop
         )
@@ -77,6 +87,15 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         checkpoints.wait()
         tell(summary, writer)
     return summary
+
+
+def prepare_data(config: Config) -> ConfigError | None:
+    """Download what is missing before ranks begin to wait for each other. Return the refusal, to be raised by all."""
+    try:
+        prepare(config.data)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def check_same_config(config: Config, world: World) -> None:
@@ -112,8 +131,10 @@ def has_fast_bf16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def load(config: Config, world: World) -> Splits:
+def load(config: Config, world: World, refusal: ConfigError | None) -> Splits:
     """Read the data and check the batch arithmetic against it."""
+    if refusal is not None:
+        raise refusal
     splits = load_splits(config.data, seed=config.seed)
     require(len(splits.eval) > 0, f"data={config.data.name} has no evaluation samples: top-1 of none is undefined")
     smallest = config.global_batch_size // world.world_size

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class Status(Enum):
+    """How a launch ended: all epochs trained, at max_steps, or softly stopped before either."""
+
     finished = "finished"
     max_steps = "max_steps"
     stopped = "stopped"
@@ -45,8 +48,9 @@ class Summary:
     @classmethod
     def from_json(cls, text: str) -> Summary:
         """Return the summary that `to_json` made `text` from."""
-        values = {key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()}
-        return cls(**values | {"status": Status(values["status"])})
+        values: dict[str, Any] = {key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()}
+        values["status"] = Status(values["status"])
+        return cls(**values)
 
     def line(self) -> str:
         """Return the last line of a launch."""

@@ -32,11 +32,11 @@ CONTROL_SECONDS = 1.0
 AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """A loss or gradient was not finite."""
 
 
-class Desynchronised(RuntimeError):
+class DesynchronisedError(RuntimeError):
     """Replicas that should be equal are not."""
 
 
@@ -165,7 +165,7 @@ class Trainer:
         self.sums.add(loss_sum.detach(), logits.detach(), labels)
         return loss_sum.detach() / self.config.global_batch_size
 
-    def autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which a forward pass runs at the configured precision."""
         dtype = self.autocast_dtype
         return torch.autocast(self.world.device.type, dtype, enabled=dtype is not None)
@@ -230,7 +230,7 @@ class Trainer:
         """Reduce flags and the window's sums in one collective. Return (stop, time to save).
 
         Raises:
-            Diverged: on all ranks, when a step since the last meeting was not finite on any.
+            DivergedError: on all ranks, when a step since the last meeting was not finite on any.
         """
         every = self.config.checkpoint.every_seconds
         flags = [float(self.should_stop()), 0.0, 0.0]
@@ -260,9 +260,9 @@ class Trainer:
         self.train_line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
 
     def diverge(self) -> NoReturn:
-        """Raise `Diverged`, naming the first step that was not finite on any rank."""
+        """Raise `DivergedError`, naming the first step that was not finite on any rank."""
         step = min(self.world.gather(int(self.nonfinite.first)))
-        raise Diverged(
+        raise DivergedError(
             f"the loss or gradient of step {step} is not finite (lr {self.lr:g}): lower optimizer.lr, "
             "set max_grad_norm, or set on_nonfinite=skip to leave such updates out"
         )
@@ -271,7 +271,7 @@ class Trainer:
         """Save a checkpoint after seeing that all replicas are equal. Collective: every rank must call this.
 
         Raises:
-            Desynchronised: on all ranks, when one holds other parameters than the rest.
+            DesynchronisedError: on all ranks, when one holds other parameters than the rest.
         """
         self.watch.phase = "save"
         integers = (buffer for buffer in self.model.buffers() if not buffer.is_floating_point())
@@ -279,7 +279,7 @@ class Trainer:
         prints = [int(other) for other in self.world.gather_tensor(mine)]
         usual = max(prints, key=prints.count)
         if odd := [rank for rank, value in enumerate(prints) if value != usual]:
-            raise Desynchronised(
+            raise DesynchronisedError(
                 f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
                 f"step {self.step}: nothing was saved; bad memory, or code that treats ranks differently"
             )
@@ -305,8 +305,9 @@ class Trainer:
         hashes = self.world.sum(self.ledger.vector.clone()).tolist()
         loss, correct, count = self.world.sum(sums.vector).tolist()
         self.evaluation = Evaluation(loss=loss / count, top1=correct / count, count=int(count))
-        is_best = self.evaluation.top1 > self.best_top1
-        self.best_top1 = max(self.best_top1, self.evaluation.top1)
+        # Only whole epochs compete: where a launch happened to end must not choose the best model.
+        is_best = self.step % self.steps_per_epoch == 0 and self.evaluation.top1 > self.best_top1
+        self.best_top1 = self.evaluation.top1 if is_best else self.best_top1
         self.writer.scalars(
             {
                 "eval/loss": self.evaluation.loss,

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -71,8 +72,17 @@ class Watch:
     Set `phase` and `step` as training proceeds; what is told of a failure names them.
     """
 
-    def __init__(self, world: World, environment: Environment, *, run_dir: Path, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        environment: Environment,
+        *,
+        run_dir: Path,
+        timeout_seconds: float,
+        told_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.world, self.environment, self.run_dir = world, environment, run_dir
+        self.told_to_stop = told_to_stop
         self.silence_seconds = timeout_seconds / 2
         self.phase, self.step = "start", 0
         self._parent, self._done = os.getppid(), threading.Event()
@@ -155,7 +165,7 @@ class Watch:
         here = {"phase": self.phase, "step": self.step}
         what = f"rank {self.world.rank} on {socket.gethostname()} failed first, in {where(here)}"
         if not self._claim(what):
-            time.sleep(GRACE_SECONDS)
+            self._wait_to_be_ended()
             return
         frames = traceback.extract_tb(error.__traceback__)
         details = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
@@ -166,6 +176,14 @@ class Watch:
         text = "".join(traceback.format_exception(error))
         replace_text(self.run_dir / "failure.log", text)
         self._tell(what, *details, f"traceback: {self.run_dir / 'failure.log'}")
+
+    def _wait_to_be_ended(self) -> None:
+        """Wait for the launcher, which saw the cause fail; ended by it, this rank is no failure of its own."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if self.told_to_stop():
+                os._exit(0)
+            time.sleep(0.1)
 
     def _claim(self, what: str) -> bool:
         """Say `what` failed. Return whether this was the first failure of the job."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import gzip
 import os
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.resources import files
 from pathlib import Path
 from typing import assert_never
@@ -20,10 +23,13 @@ from ddp_trainer.config import (
     DigitsConfig,
     FashionMnistConfig,
     SyntheticConfig,
+    check_crop,
     require,
 )
+from ddp_trainer.data.idx import find_idx, read_idx
 from ddp_trainer.seeding import generator
 
+NETWORK_SECONDS = 30.0
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -67,70 +73,45 @@ def load_splits(config: DataConfig, *, seed: int = 0) -> Splits:
         case DigitsConfig():
             splits = load_digits()
         case FashionMnistConfig():
-            splits = load_fashion_mnist(locate_fashion_mnist(config))
+            splits = load_fashion_mnist(config)
         case SyntheticConfig():
             splits = make_synthetic(config, seed=seed)
         case DataConfig():
             raise ConfigError(f"data.name={config.name!r} is unknown: choose digits, fashion_mnist or synthetic")
         case _:
             assert_never(config)
-    channels = splits.train.images.shape[1]
+    _, channels, height, width = splits.train.images.shape
     require(
         len(config.mean) == channels,
-        f"data.mean={config.mean} has {len(config.mean)} values and the images have {channels} channels: "
-        "give one per channel, and the same for data.std",
+        f"data.mean={config.mean} must have one value per channel, and so must data.std: "
+        f"the images of data={config.name} have {channels}",
     )
+    check_crop(config.augment, height=height, width=width)
     return splits
 
 
-# --- IDX, the format of MNIST and its kin -------------------------------------------------------
-
-
-def read_idx(path: Path, *, dimensions: int) -> Tensor:
-    """Return the uint8 array in the IDX file `path`, gzipped or not: 3 dimensions are images, 1 is labels.
-
-    Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
-
-    Raises:
-        ConfigError: the file is truncated, is no IDX file or holds another kind of array.
-    """
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-    except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
-        raise ConfigError(f"{path} cannot be read ({error}): fetch the file again") from error
-    kinds = {1: "labels", 3: "images"}
-    if len(data) < 4 or data[:3] != b"\x00\x00\x08" or data[3] not in kinds:
-        raise ConfigError(f"{path} is not an IDX file of bytes (it begins {data[:4].hex()}): fetch the file again")
-    if data[3] != dimensions:
-        raise ConfigError(f"{path} holds {kinds[data[3]]} where {kinds[dimensions]} belong: are two files swapped?")
-    header = 4 + 4 * dimensions
-    shape = [int.from_bytes(data[i : i + 4], "big") for i in range(4, header, 4)]
-    expected = header + torch.Size(shape).numel()
-    if len(data) < header or len(data) != expected:
-        raise ConfigError(
-            f"{path} is truncated or damaged: {len(data)} bytes where its header says {expected}, fetch the file again"
-        )
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header).view(shape)
+# --- IDX files ----------------------------------------------------------------------------------
 
 
 def read_split(folder: Path, prefix: str, *, num_classes: int) -> ImageSet:
-    """Return ``<prefix>-images-idx3-ubyte[.gz]`` of `folder` with its labels."""
+    """Return ``<prefix>-images-idx3-ubyte[.gz]`` of `folder` with its labels.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the two do not belong together.
+    """
     paths = []
-    for kind in ("images-idx3", "labels-idx1"):
-        name = f"{prefix}-{kind}-ubyte"
-        found = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
-        require(bool(found), f"{folder} has no {name} (nor .gz): it needs the four IDX files")
-        paths.append(found[0])
+    for name in (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"):
+        path = find_idx(folder, name)
+        if path is None:
+            raise ConfigError(f"{name}[.gz] is not in {folder}")
+        paths.append(path)
     images, labels = read_idx(paths[0], dimensions=3), read_idx(paths[1], dimensions=1)
     require(
         len(images) == len(labels),
-        f"{paths[0]} has {len(images)} images and {paths[1]} {len(labels)} labels: they are not of one data set",
+        f"{paths[0]} has {len(images):,} images and {paths[1].name} {len(labels):,} labels: they are of two data sets",
     )
-    require(len(images) > 0, f"{paths[0]} has no images")
     highest = int(labels.max())
-    require(highest < num_classes, f"{paths[1]} has label {highest}: there are {num_classes} classes, from 0")
+    require(highest < num_classes, f"{paths[1]} has the label {highest}: the {num_classes} classes count from 0")
     return ImageSet(images[:, None], labels.long())
 
 
@@ -160,35 +141,56 @@ def load_digits() -> Splits:
 # --- Fashion-MNIST ------------------------------------------------------------------------------
 
 
-def load_fashion_mnist(folder: Path) -> Splits:
-    """Return 60,000 training and 10,000 evaluation images of 28×28 pixels.
+FASHION_MNIST_FILES = tuple(
+    f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+)
+
+
+def load_fashion_mnist(config: FashionMnistConfig) -> Splits:
+    """Return 60,000 training and 10,000 evaluation images of 28×28 pixels, or what else is in data.root.
 
     Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, 2017 (arXiv 1708.07747).
+
+    Raises:
+        ConfigError: the data is not there, or a file is not what it should be.
     """
-    return Splits(
-        train=read_split(folder, "train", num_classes=10),
-        eval=read_split(folder, "t10k", num_classes=10),
-        num_classes=10,
-    )
+    folder = locate_fashion_mnist(config)
+    try:
+        train, evaluation = (read_split(folder, prefix, num_classes=10) for prefix in ("train", "t10k"))
+        shapes = [tuple(images.images.shape[1:]) for images in (train, evaluation)]
+        require(shapes[0] == shapes[1], f"{folder} has training images of {shapes[0]} and test images of {shapes[1]}")
+    except ConfigError as error:
+        way_out = "put the right files there" if config.root else "remove the folder, or set data.root to another"
+        raise ConfigError(f"data.root={config.root or 'null'}: {error}; {way_out}") from error
+    return Splits(train=train, eval=evaluation, num_classes=10)
 
 
 def locate_fashion_mnist(config: FashionMnistConfig) -> Path:
-    """Return the folder that holds the four files, downloading them once per node if nothing else has them."""
+    """Return the folder that holds the four files, downloading them once per node if nothing else has them.
+
+    Raises:
+        ConfigError: data.root has not all of them, or nothing else has and the download failed.
+    """
     if config.root is not None:
         root = Path(config.root).expanduser()
-        require(root.is_dir(), f"data.root={config.root} is not a folder: it should hold the four IDX files")
+        lacking = [name for name in FASHION_MNIST_FILES if find_idx(root, name) is None]
+        require(
+            not lacking,
+            f"data.root={config.root} must be a folder with Fashion-MNIST's four IDX files, gzipped or not: "
+            f"it {'lacks ' + ', '.join(lacking) if root.is_dir() else 'is not a folder'}",
+        )
         return root
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
     for folder in (DEBIAN_FASHION_MNIST, cache):
-        if folder.is_dir():
+        if all(find_idx(folder, name) for name in FASHION_MNIST_FILES):
             return folder
     try:
         return download_fashion_mnist(cache)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, HTTPException) as error:  # torchvision raises each of them
         raise ConfigError(
-            f"data.root is not set, {DEBIAN_FASHION_MNIST} (Debian's dataset-fashion-mnist) is not there, and the "
-            f"download failed ({error}): set data.root to a folder with the four IDX files, "
-            "or apt install dataset-fashion-mnist"
+            "data=fashion_mnist finds no images. Three ways: set data.root to a folder with the four IDX files; "
+            f"install Debian's dataset-fashion-mnist, which puts them into {DEBIAN_FASHION_MNIST}; "
+            f"or see why the download into {cache} failed: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -201,13 +203,27 @@ def download_fashion_mnist(folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.is_dir():  # another rank of this node was first
             return folder
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        with (
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch,
+            _network_timeout(NETWORK_SECONDS),
+        ):
             FashionMNIST(scratch, download=True)  # checks each file's MD5
             raw = Path(scratch) / "FashionMNIST" / "raw"
             for archive in raw.glob("*.gz"):
                 archive.unlink()  # extracted beside it
             os.rename(raw, folder)
     return folder
+
+
+@contextmanager
+def _network_timeout(seconds: float) -> Iterator[None]:
+    """Let every socket give up after `seconds` of silence; torchvision would wait for good."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 # --- synthetic ----------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""Law 3: killed anywhere and resumed, a run ends as if it had been left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, records
+
+MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.crop_padding=2")
+VARIANTS = {
+    "momentum": (),
+    "adamw": ("optimizer=adamw",),
+    "accumulation": ("num_microbatches=2",),
+    "bf16": ("precision=bf16",),
+    "batchnorm": ("model=resnet18", "epochs=1"),
+}
+
+
+def trained_state(run_dir: Path) -> dict:
+    """Return what the last checkpoint says of training, less the clock."""
+    state = newest_checkpoint(run_dir)
+    state.pop("config")
+    state["progress"].pop("seconds")
+    return state
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_stopped_in_mid_epoch_and_resumed_is_bitwise_the_same(
+    ranks: int, variant: str, train_in: Callable[..., Path]
+) -> None:
+    overrides = (*MIDDLE, *VARIANTS[variant])
+    whole = train_in("whole", *overrides, ranks=ranks)
+    train_in("parts", *overrides, "max_steps=5", ranks=ranks)
+    parts = train_in("parts", *overrides, ranks=ranks)
+    assert read_summary(parts)["steps"] == read_summary(whole)["steps"] > 5
+    assert_bitwise(trained_state(whole), trained_state(parts))
+    digests = [[record["ledger/digest"] for record in records(run, "ledger/digest")] for run in (whole, parts)]
+    assert digests[0] == digests[1][-len(digests[0]) :]
+
+
+def test_four_ranks_resume_bitwise(train_in: Callable[..., Path]) -> None:
+    whole = train_in("whole", *MIDDLE, ranks=4)
+    train_in("parts", *MIDDLE, "max_steps=5", ranks=4)
+    assert_bitwise(trained_state(whole), trained_state(train_in("parts", *MIDDLE, ranks=4)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (4, 1)])
+def test_resumed_on_another_number_of_ranks_uses_the_same_samples(
+    before: int, after: int, train_in: Callable[..., Path]
+) -> None:
+    whole = train_in("whole", *MIDDLE, ranks=2)
+    train_in("parts", *MIDDLE, "max_steps=5", ranks=before)
+    parts = train_in("parts", *MIDDLE, ranks=after)
+    assert_bitwise(
+        newest_checkpoint(whole)["progress"]["ledger"], newest_checkpoint(parts)["progress"]["ledger"]
+    )
+    torch.testing.assert_close(newest_checkpoint(whole)["model"], newest_checkpoint(parts)["model"])
+
+
+def test_a_resumed_log_has_each_step_once(train_in: Callable[..., Path]) -> None:
+    overrides = (*MIDDLE, "log_every_steps=2")
+    train_in("run", *overrides, "max_steps=7")
+    run_dir = train_in("run", *overrides)
+    steps = [record["step"] for record in records(run_dir, "train/loss")]
+    assert steps == sorted(set(steps))
