@@ -55,7 +55,12 @@ def check_flags() -> None:
     """
 
     def reject(message: str) -> NoReturn:
-        raise ConfigError(f"{message}: keys are set without dashes, key=value; --hydra-help lists the flags")
+        what = message.removeprefix("unrecognized arguments: ")
+        if what == message:
+            raise ConfigError(message)
+        if not what.startswith("-"):
+            raise ConfigError(f"{what} stands apart from the other keys: put flags before or after all of them")
+        raise ConfigError(f"{what} is no flag: set a key without dashes, key=value; --hydra-help lists the flags")
 
     parser = get_args_parser()
     parser.error = reject  # type: ignore[method-assign]

@@ -425,7 +425,11 @@ class Config:
         )
         require(self.output_dir != "", "output_dir= is empty: name a folder, . is this one")
         for group, choices in SCHEMAS.items():
-            chosen = getattr(self, group)
+            chosen, example = getattr(self, group), next(iter(choices))
+            require(
+                type(chosen) not in (ModelConfig, DataConfig, OptimizerConfig, SchedulerConfig, SyncConfig),
+                f"{group}={chosen.name} has no schema: begin its YAML with defaults: [{example}_schema, _self_]",
+            )
             own_name = next((name for name, schema in choices.items() if schema is type(chosen)), chosen.name)
             require(
                 chosen.name == own_name,
@@ -523,13 +527,14 @@ def check_keys(node: DictConfig, prefix: str = "") -> None:
     """
     schema = OmegaConf.get_type(node)
     names = [f.name for f in fields(schema)] if is_dataclass(schema) else list(node)
-    for key in node:
+    present = list(node.keys())  # "in node" is false for a key that is there and has no value yet
+    for key in present:
         if key not in names:
             error = ConfigKeyError(f"Key '{key}' not in '{schema}'")
             error.full_key, error.object_type = f"{prefix}{key}", schema
             raise error
     for name in names:
-        require(name in node, f"~{prefix}{name} removes a key that is needed: set it instead, {prefix}{name}=…")
+        require(name in present, f"~{prefix}{name} removes a key that is needed: set it instead, {prefix}{name}=…")
         if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
             check_keys(child, f"{prefix}{name}.")
 

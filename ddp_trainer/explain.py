@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -28,15 +29,15 @@ from ddp_trainer.config import RULES, SCHEMAS, Config, ConfigError
 
 def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
     """Return in one line what `error` says of the input; `arguments` are the command line's, to quote from."""
-    cause = error.__cause__
+    cause = error.__cause__ or error.__context__
     match error:
         case ConfigError():
             return str(error)
         case OverrideParseException():
-            return f"{error.override!r} cannot be read: write key=value, in quotes if it has {_SPECIAL}"
+            return f"{error.override!r} cannot be read: write key=value without spaces, and quote {_SPECIAL}"
         case MissingConfigException():
             return _unknown_choice(error)
-        case ConfigCompositionException() if isinstance(cause, OmegaConfBaseException):
+        case ConfigCompositionException() if isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
             return _where(error) + explain(cause, arguments)
         case ConfigKeyError() | ConfigAttributeError():
             return _unknown_key(error, arguments)
@@ -47,23 +48,25 @@ def explain(error: BaseException, arguments: Sequence[str] = ()) -> str:
             return f"{_quote(error.full_key, arguments)} cannot be resolved: {_first_line(error)}"
         case ValidationError():
             return _wrong_type(error, arguments)
-        case ConfigCompositionException():
-            return _composition(error)
+        case OmegaConfBaseException():
+            return f"{_quote(error.full_key, arguments)} is refused: {_first_line(error)}"
         case _:
-            return _composition(error) if str(error) else type(error).__name__
+            return _composition(str(error) or type(error).__name__, arguments)
 
 
-_SPECIAL = "spaces, commas, braces or brackets that are not a list"
+_SPECIAL = "a value that has some, or commas, colons, quotes, braces or a bracket alone"
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return line.partition(". value: ")[0]
 
 
 def _quote(key: str | None, arguments: Sequence[str]) -> str:
     """Return the argument that sets `key` as the user wrote it, or just `key` if a file sets it."""
     for argument in reversed(arguments):
-        if argument.partition("=")[0].lstrip("+~") == key:
+        set_key = argument.partition("=")[0].lstrip("+~")
+        if key and (set_key == key or set_key.startswith(f"{key}.")):
             return argument
     return key or "the config"
 
@@ -96,6 +99,15 @@ def _unknown_choice(error: MissingConfigException) -> str:
     return f"{group}={choice} is unknown: choose {_listed(choices)}{hint}"
 
 
+def _no_choice(arguments: Sequence[str]) -> str:
+    """Say which argument sets a group to null, a number or the like."""
+    for argument in arguments:
+        group, _, value = argument.partition("=")
+        if group in (*SCHEMAS, "experiment") and not isinstance(yaml.safe_load(value), str | list):
+            return f"{argument} is no choice: {_choose(group) if group in SCHEMAS else 'leave it out'}"
+    return "a group is set to something that is no choice"
+
+
 # --- keys ---------------------------------------------------------------------------------------
 
 
@@ -116,6 +128,8 @@ def known_keys() -> dict[str, Any]:
 
 def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
     key = error.full_key or str(error.key)
+    if key == "experiment":
+        return "it must begin with the line # @package _global_ to set keys of the whole config"
     said, known = _quote(key, arguments), known_keys()
     group, _, name = key.rpartition(".")
     schema = error.object_type
@@ -178,14 +192,15 @@ def in_words(hint: Any) -> str:
 # --- the rest of what Hydra says ----------------------------------------------------------------
 
 
-def _composition(error: BaseException) -> str:
-    text = str(error)
+def _composition(text: str, arguments: Sequence[str]) -> str:
     if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", text):
         key, _, values = found[1].partition("=")
         return f"{found[1]} is several values: add --multirun to run each, or make it a list, '{key}=[{values}]'"
     if found := re.match(r"Could not append to config. An item is already at '(.*)'", text):
-        return f"+{found[1]} exists already: write {found[1]}=… to change it"
-    if found := re.match(r"You must specify '(.*)', e.g", text):
-        return f"{found[1]} is not set: {_choose(found[1])}"
-    text = re.split(r"\n\s*(?:Config search path|Search path|See https|Available options)", text)[0]
+        return f"{_quote(found[1], arguments)} adds a key that exists: write {found[1]}=… to change it"
+    if found := re.match(r"Could not delete from config. '(.*)'", text):
+        return f"~{found[1]} removes a key that does not exist: --help lists the keys"
+    if text.startswith("Config group override must be a string or a list"):
+        return _no_choice(arguments)
+    text = re.split(r"\n\s*(?:Config search path|Search path|See https|Available options|full_key)", text)[0]
     return " ".join(text.split())
