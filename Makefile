@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check clean
+.PHONY: train test check bench clean
 
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks, about a minute
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m ddp_trainer experiment=digits_resnet18
@@ -15,6 +15,10 @@ check: .venv/installed  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+bench: .venv/installed-bench  ## side by side with plain DDP, Lightning and Accelerate, interleaved
+	$(BIN)/python benchmarks/compare.py --model lenet
+	$(BIN)/python benchmarks/compare.py --model resnet18 --rounds 3
+
 clean:  ## all that make has made
 	rm -rf .venv outputs build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -24,4 +28,8 @@ clean:  ## all that make has made
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv/installed-bench: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	@touch $@
