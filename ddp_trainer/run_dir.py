@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from ddp_trainer.config import Config, ConfigError, Resume, to_builtins, training_changes
+from ddp_trainer.config import Config, ConfigError, Resume, require, to_builtins, training_changes
 from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
@@ -26,15 +27,22 @@ PATIENCE_SECONDS = 3.0
 def claimed(run_dir: Path, config: Config) -> Iterator[None]:
     """Make `run_dir` ours: created, locked, moved aside first if resume=never, and holding our config.yaml.
 
+    A directory without a checkpoint keeps nothing of a run that could be lost, and takes any config.
+
     The kernel drops the lock when this process ends, however it ends. Rank 0 only.
 
     Raises:
-        ConfigError: it cannot be written, another launch is in it, or it belongs to another config.
+        ConfigError: it cannot be written, another launch is in it, it belongs to another config, or resume=must
+            finds no checkpoint in it.
     """
+    require(
+        config.resume is not Resume.must or _has_checkpoint(run_dir),
+        f"resume=must needs a checkpoint and {run_dir} has none: check name and output_dir, or use resume=auto",
+    )
     try:
         lock = _claim(run_dir, config)
     except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir} cannot be written: {error}") from error
+        raise ConfigError(f"output_dir={config.output_dir} must be a folder that can be written: {error}") from error
     try:
         yield
     finally:
@@ -72,6 +80,10 @@ def _lock(run_dir: Path) -> int:
             time.sleep(0.1)
 
 
+def _has_checkpoint(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob("step-*.pt"))
+
+
 def _is_used(run_dir: Path) -> bool:
     return any(entry.name != LOCK for entry in run_dir.iterdir())
 
@@ -85,9 +97,19 @@ def _move_aside(run_dir: Path) -> Path:
 
 def _check_config(run_dir: Path, config: Config) -> None:
     path, new = run_dir / "config.yaml", to_builtins(config)
-    if path.exists() and (changes := training_changes(yaml.safe_load(path.read_text()), new)):
+    if _has_checkpoint(run_dir) and path.exists() and (changes := training_changes(_read_config(path), new)):
         raise ConfigError(
             f"{run_dir} holds a run of another config ({'; '.join(changes)}): choose name=… for a new run, "
             "or resume=never to start afresh (the old directory is moved aside)"
         )
     replace_text(path, yaml.safe_dump(new, sort_keys=False))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} cannot be read ({reason}): put it right, or use resume=never") from error
+    require(isinstance(config, dict), f"{path} is not the config of a run: put it right, or use resume=never")
+    return config
