@@ -14,11 +14,11 @@ import ddp_trainer
 PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
     ("config", "environment", "files", "seeding", "distributed"),
-    ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir", "summary",
-     "watch"),
+    ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
+     "summary", "watch", "explain"),
     ("trainer",),
     ("run",),
-    ("__main__",),
+    ("__main__", "verify"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 
@@ -68,6 +68,7 @@ def test_every_module_has_its_layer() -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_module_imports_lower_layers_only(path: Path) -> None:
     room = room_of(path)
+    assert room in LAYER_OF, f"{room} has no layer: give it one in LAYERS"
     wrong = {other for other in imported_rooms(path) - {room} if not may_import(room, other)}
     assert not wrong, f"{room} is of layer {LAYER_OF[room]} and imports {sorted(wrong)}"
 
@@ -87,7 +88,7 @@ def test_the_command_line_imports_no_torch_before_the_config_is_good() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("room", ["config", "environment", "files"])
+@pytest.mark.parametrize("room", ["config", "environment", "files", "explain"])
 def test_modules_that_answer_at_once_import_no_torch(room: str) -> None:
     heavy = {name for name in imported_names(PACKAGE / f"{room}.py") if name.split(".")[0].startswith("torch")}
     assert not heavy
