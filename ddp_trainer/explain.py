@@ -137,19 +137,22 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     if chosen and key in known:
         others = [c for c, s in SCHEMAS[group].items() if name in get_type_hints(s)]
         return f"{said} does not go with {group}={chosen}: it is a key of {group}={_listed(others)}"
-    if near := _near(key, known):
+    siblings = sorted(field.name for field in fields(schema)) if group and is_dataclass(schema) else []
+    if near := _near(key, known, siblings):
         return f"{said} is unknown: did you mean {_listed(near)}?"
-    if group and is_dataclass(schema):
-        names = _listed(sorted(field.name for field in fields(schema)))
-        return f"{said} is unknown: {f'{group}={chosen}' if chosen else group} has {names}"
+    if siblings:
+        return f"{said} is unknown: {f'{group}={chosen}' if chosen else group} has {_listed(siblings)}"
     return f"{said} is unknown: --help lists the keys"
 
 
-def _near(key: str, known: dict[str, Any]) -> list[str]:
-    """Return up to three keys that `key` may stand for: one in another place, or one spelt much alike."""
-    name = key.rpartition(".")[2]
-    elsewhere = [other for other in known if other.rpartition(".")[2] == name]
-    return elsewhere[:3] if elsewhere else get_close_matches(key, known, n=3, cutoff=0.7)
+def _near(key: str, known: dict[str, Any], siblings: Sequence[str]) -> list[str]:
+    """Return up to three keys that `key` may stand for: spelt much alike, or one of its name in another place."""
+    group, _, name = key.rpartition(".")
+    if siblings:
+        near = [f"{group}.{sibling}" for sibling in get_close_matches(name, siblings)]
+    else:
+        near = get_close_matches(key, [other for other in known if "." not in other], cutoff=0.7)
+    return near or [other for other in known if other.rpartition(".")[2] == name][:3]
 
 
 # --- types --------------------------------------------------------------------------------------
@@ -200,6 +203,8 @@ def _composition(text: str, arguments: Sequence[str]) -> str:
         return f"{_quote(found[1], arguments)} adds a key that exists: write {found[1]}=… to change it"
     if found := re.match(r"Could not delete from config. '(.*)'", text):
         return f"~{found[1]} removes a key that does not exist: --help lists the keys"
+    if found := re.match(r"You must specify '(.*)', e.g", text):
+        return f"{found[1]} is not set: {_choose(found[1])}"
     if text.startswith("Config group override must be a string or a list"):
         return _no_choice(arguments)
     text = re.split(r"\n\s*(?:Config search path|Search path|See https|Available options|full_key)", text)[0]
