@@ -157,8 +157,10 @@ def load_fashion_mnist(config: FashionMnistConfig) -> Splits:
     folder = locate_fashion_mnist(config)
     try:
         train, evaluation = (read_split(folder, prefix, num_classes=10) for prefix in ("train", "t10k"))
-        shapes = [tuple(images.images.shape[1:]) for images in (train, evaluation)]
-        require(shapes[0] == shapes[1], f"{folder} has training images of {shapes[0]} and test images of {shapes[1]}")
+        sizes = [" × ".join(map(str, part.images.shape[2:])) for part in (train, evaluation)]
+        require(
+            sizes[0] == sizes[1], f"{folder} has training images of {sizes[0]} pixels and test images of {sizes[1]}"
+        )
     except ConfigError as error:
         way_out = "put the right files there" if config.root else "remove the folder, or set data.root to another"
         raise ConfigError(f"data.root={config.root or 'null'}: {error}; {way_out}") from error
