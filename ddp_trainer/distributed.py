@@ -8,6 +8,8 @@ import json
 import os
 import socket
 import struct
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,7 +193,49 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not environment.is_one_node:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        backend,
+        store=join_round(store, rank=rank, world_size=world_size, timeout=timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return a view of `store` that only the ranks of this start share. Collective: every rank must call this.
+
+    torchrun keeps its store through restarts, and with it the addresses of processes that are gone: gloo would
+    call those and fail, or wait for ever. So rank 0 names the round, and a rank believes a name only when it comes
+    with the nonce that this very process has sent.
+
+    Raises:
+        TimeoutError: some ranks did not come within `timeout`; they are named.
+    """
+    nonce, name = uuid.uuid4().hex, uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(f"hello/{rank}", nonce)
+    while True:
+        if rank == 0:
+            hellos = {r: store.get(key).decode() for r in range(world_size) if store.check([key := f"hello/{r}"])}
+            store.set("round", json.dumps({"name": name, "nonces": list(hellos.values())}))
+        if store.check(["round"]):
+            told = json.loads(store.get("round"))
+            if nonce in told["nonces"]:
+                store.set(f"{told['name']}/here/{rank}", "")
+                if rank != 0:
+                    return dist.PrefixStore(told["name"], store)
+        missing = [r for r in range(world_size) if not store.check([f"{name}/here/{r}"])] if rank == 0 else [0]
+        if not missing:
+            return dist.PrefixStore(name, store)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{world_size - len(missing)} of {world_size} ranks came within {timeout.total_seconds():.0f} s, "
+                f"missing: {', '.join(map(str, missing))}"
+            )
+        time.sleep(0.02)
 
 
 def shutdown() -> None:

@@ -76,6 +76,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         writer = stack.enter_context(
             Writer(run_dir, enabled=world.is_main, console=console, config=to_builtins(config))
         )
+        writer.remove(STOPPED)
         checkpoints = stack.enter_context(
             Checkpoints(run_dir / "checkpoints", config.checkpoint, world=world, resume=config.resume)
         )

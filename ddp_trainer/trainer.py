@@ -350,6 +350,7 @@ class Trainer:
                 "statistics_by_rank": self.world.gather_tensor(own),
                 "ledger": ledger,
                 "window": window,
+                "train_samples": self.loader.sampler.length,
                 "seconds": self.seconds(),
                 "evaluation": [self.evaluation.loss, self.evaluation.top1, self.evaluation.count],
             },

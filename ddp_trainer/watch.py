@@ -86,7 +86,7 @@ class Watch:
         self.silence_seconds = timeout_seconds / 2
         self.phase, self.step = "start", 0
         self._parent, self._done = os.getppid(), threading.Event()
-        self._prefix = "ddp_trainer/" + world.broadcast(uuid.uuid4().hex)
+        self._prefix = "watch/" + world.broadcast(uuid.uuid4().hex)
         self._store = self._connect()
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
@@ -161,7 +161,7 @@ class Watch:
         """Tell of `error` if this rank is the first to fail; otherwise wait to be ended by the launcher."""
         is_echo = any(sign in str(error) for sign in LOST_PEER)
         if is_echo:  # leave the one in trouble time to speak
-            self._done.wait(2 * BEAT_SECONDS)
+            self._done.wait(BEAT_SECONDS)
         here = {"phase": self.phase, "step": self.step}
         what = f"rank {self.world.rank} on {socket.gethostname()} failed first, in {where(here)}"
         if not self._claim(what):
@@ -170,7 +170,7 @@ class Watch:
         frames = traceback.extract_tb(error.__traceback__)
         details = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
         if is_echo:
-            details = self._silent_ranks() or details
+            details = self._lost_ranks() or details
         elif frames:
             details.append(f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
         text = "".join(traceback.format_exception(error))
@@ -196,15 +196,17 @@ class Watch:
         key = f"{self._prefix}/cause"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _silent_ranks(self) -> list[str]:
-        """Name the ranks whose place in the store no longer changes."""
-        before = [self._place(rank) for rank in range(self.world.world_size)]
-        time.sleep(2 * BEAT_SECONDS)
-        after = [self._place(rank) for rank in range(self.world.world_size)]
+    def _lost_ranks(self) -> list[str]:
+        """Name the ranks that are dead, as far as this host can see, or else those that no longer publish."""
+        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
+        places = {rank: said for rank in others if (said := self._place(rank))}
+        lost = [rank for rank, said in places.items() if is_dead(json.loads(said))]
+        if not lost:
+            time.sleep(2 * BEAT_SECONDS)
+            lost = [rank for rank, said in places.items() if self._place(rank) == said]
+        known = {rank: json.loads(places[rank]) for rank in lost}
         return [
-            f"contact was lost with rank {rank} on {json.loads(said)['host']}, last seen in {where(json.loads(said))}"
-            for rank, said in enumerate(after)
-            if said is not None and said == before[rank] and rank != self.world.rank
+            f"rank {rank} on {place['host']} was lost, last seen in {where(place)}" for rank, place in known.items()
         ]
 
     def _tell(self, *lines: str, since: float | None = None) -> None:
@@ -221,6 +223,16 @@ class Watch:
         nodes = self.environment.world_size // self.environment.local_world_size
         across = f" --nnodes={nodes} …" if nodes > 1 else ""
         return f"torchrun{across} --nproc_per_node={self.environment.local_world_size} {arguments}"
+
+
+def is_dead(place: dict[str, Any]) -> bool:
+    """Say whether the process at `place` is on this host and has ended."""
+    if place["host"] != socket.gethostname():
+        return False
+    try:
+        return Path(f"/proc/{place['pid']}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def where(place: dict[str, Any]) -> str:

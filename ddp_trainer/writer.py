@@ -69,8 +69,11 @@ class Writer:
             else:
                 self._board.add_scalar(tag, value, step)
                 record[tag] = value if math.isfinite(value) else str(value)  # type: ignore[assignment]
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            logger.warning("metrics of step %d were not written (%s); training goes on", step, error)
 
     def hparams(self, results: dict[str, float]) -> None:
         """Record the final `results` beside the config they came from."""
@@ -109,6 +112,11 @@ class Writer:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def remove(self, name: str) -> None:
+        """Take the run directory's file `name` away, if it is there."""
+        if self.enabled:
+            (self.run_dir / name).unlink(missing_ok=True)
 
     def file(self, name: str, text: str) -> None:
         """Put `text` into the run directory's file `name`, whole or not at all."""

@@ -19,6 +19,8 @@ import pytest
 import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from rich.console import Console
+from rich.table import Table
 from torch.distributed import TCPStore
 
 from ddp_trainer.config import Config, config_dir, register_configs, resolve
@@ -42,7 +44,15 @@ class Finished:
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """Return this process's environment without what a launcher or Hydra put there."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR")
+    ours = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "HYDRA_FULL_ERROR",
+    )
     return {key: value for key, value in os.environ.items() if key not in ours} | extra
 
 
@@ -137,21 +147,26 @@ def _rank(rank: int, world_size: int, port: int, results: Any, function: Callabl
         raise
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
-    """Call a module-level ``function(*args)`` in `world_size` real processes; return what each returned, by rank.
-
-    What they return must be plain data: it crosses a process boundary.
-    """
+def _start(world_size: int, results: Any, function: Callable[..., Any], args: tuple) -> tuple[list[Any], TCPStore]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ddp_trainer.run", "conftest"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, world_size, store.port, results, function, args))
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
+    return processes, store
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
+    """Call a module-level ``function(*args)`` in `world_size` real processes; return what each returned, by rank.
+
+    What they return must be plain data: it crosses a process boundary.
+    """
+    results = multiprocessing.get_context("forkserver").Queue()
+    processes, _store = _start(world_size, results, function, args)
     try:
         answers = sorted((results.get(timeout=deadline) for _ in processes), key=lambda answer: answer[0])
     except queue.Empty:
@@ -164,6 +179,16 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline
         assert error is None, error
     assert [process.exitcode for process in processes] == [0] * world_size
     return [value for _, value, _ in answers]
+
+
+_STORES: list[TCPStore] = []
+
+
+def start_ranks(world_size: int, overrides: tuple[str, ...]) -> list[Any]:
+    """Begin to train with `overrides` in so many processes and return them at once: to be killed, say."""
+    processes, store = _start(world_size, multiprocessing.get_context("forkserver").Queue(), _train, (overrides,))
+    _STORES.append(store)  # they need it as long as they live
+    return processes
 
 
 def compose(*overrides: str) -> Config:
@@ -203,3 +228,30 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for report in _unexcused(config):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         terminalreporter.write_line(f"CI must not skip {report.nodeid}: {reason}", red=True)
+
+
+# --- chaos: what was injected, how often, and what was lost -------------------------------------
+
+TALLY: list[tuple[str, int, str]] = []
+
+
+@pytest.fixture
+def tally() -> list[tuple[str, int, str]]:
+    """Return the list to which a test adds (what was injected, how often, what was lost)."""
+    return TALLY
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in tests/chaos: `make test` leaves it to `make chaos`."""
+    for item in items:
+        if "chaos" in item.path.parts:
+            item.add_marker(pytest.mark.chaos)
+
+
+def pytest_unconfigure() -> None:
+    """Print the tally as a table."""
+    if TALLY:
+        table = Table("injected", "times", "lost", title="chaos")
+        for what, times, lost in TALLY:
+            table.add_row(what, str(times), lost)
+        Console(width=120).print(table)

@@ -1,0 +1,151 @@
+"""Law 5: no byte at which a kill, a cut or a flip loses the last good checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, launch, read_summary, records
+
+from ddp_trainer.checkpoint import DamagedCheckpointError, parse, read_bytes, write_file
+
+KILLS = 200
+FLIPS = 200
+
+
+def lenet_state(step: int) -> dict:
+    """Return a state of the size of LeNet's with momentum, its content a function of `step`."""
+    random_values = torch.Generator().manual_seed(step)
+    return {"step": step, "model": {"weight": torch.randn(2 * 431_080, generator=random_values)}}
+
+
+def write_for_ever(folder: Path) -> None:
+    """Write one checkpoint after another over two names, as fast as the disk takes them."""
+    step = max((int(path.stem[5:]) for path in folder.glob("step-*.pt")), default=0)
+    while True:
+        step += 1
+        write_file(folder / f"step-{step:08d}.pt", lenet_state(step))
+        for old in sorted(folder.glob("step-*.pt"))[:-2]:
+            old.unlink()
+
+
+def test_kills_while_checkpoints_are_written(tmp_path: Path, tally: list) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddp_trainer.run", "conftest"])
+    chance, unreadable, reached = random.Random(0), 0, []
+    for _ in range(KILLS):
+        before = max(reached, default=0)
+        writer = context.Process(target=write_for_ever, args=(tmp_path,))
+        writer.start()
+        while not (tmp_path / f"step-{before + 1:08d}.pt").exists():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.03))
+        writer.kill()
+        writer.join()
+        for path in tmp_path.glob("step-*.pt"):
+            try:
+                state = parse(read_bytes(path))
+            except DamagedCheckpointError:
+                unreadable += 1
+                continue
+            assert path.name == f"step-{state['step']:08d}.pt"
+            assert torch.equal(state["model"]["weight"], lenet_state(state["step"])["model"]["weight"])
+            reached.append(state["step"])
+        assert max(reached) > before, "the checkpoint that was there before the kill is gone"
+    tally.append(("SIGKILL while a checkpoint is written", KILLS, f"{unreadable} unreadable"))
+    assert unreadable == 0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_file(tmp_path / "step-00000001.pt", lenet_state(1))
+    return tmp_path / "step-00000001.pt"
+
+
+def test_cuts_at_every_page(checkpoint: Path, tally: list) -> None:
+    data = checkpoint.read_bytes()
+    undetected = 0
+    cuts = range(0, len(data), 4096)
+    for length in cuts:
+        os.truncate(checkpoint, length) if length else checkpoint.write_bytes(b"")
+        try:
+            parse(read_bytes(checkpoint))
+            undetected += 1
+        except DamagedCheckpointError:
+            pass
+        checkpoint.write_bytes(data)
+    tally.append(("truncation at a 4 KiB boundary", len(cuts), f"{undetected} undetected"))
+    assert undetected == 0
+
+
+def test_flipped_bits(checkpoint: Path, tally: list) -> None:
+    data, chance, undetected = checkpoint.read_bytes(), random.Random(0), 0
+    for _ in range(FLIPS):
+        bit = chance.randrange(8 * len(data))
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        checkpoint.write_bytes(flipped)
+        try:
+            parse(read_bytes(checkpoint))
+            undetected += 1
+        except DamagedCheckpointError:
+            pass
+    tally.append(("one flipped bit in a checkpoint", FLIPS, f"{undetected} undetected"))
+    assert undetected == 0
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_loads(tmp_path: Path) -> None:
+    overrides = (*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2")
+    launch(*overrides, "max_steps=7")
+    newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
+    os.truncate(newest, newest.stat().st_size - 100)
+    done = launch(*overrides)
+    assert done.code == 0, done.output
+    assert f"checkpoint {newest} has no checksum at its end" in done.output
+    assert "resuming from" in done.output
+    assert read_summary(tmp_path / "run")["steps"] == 16
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """Mount 4 MiB of memory as a disk."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs (root)")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_no_training(small_disk: Path, tally: list) -> None:
+    run_dir = small_disk / "run"
+    overrides = ("model=lenet", "data=digits", "precision=fp32", "epochs=4", "checkpoint.keep_last=1")
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(3_900_000))
+    done = launch(*overrides, f"output_dir={small_disk}", "name=run", ranks=2)
+    assert done.code == 0, done.output
+    assert "was not written" in done.output
+    assert "training goes on" in done.output
+    assert read_summary(run_dir)["epochs"] == 4
+    assert len(records(run_dir, "eval/top1")) == 4
+    tally.append(("full disk at every save", done.output.count("was not written"), "0 steps"))
+    ballast.unlink()
+    done = launch(*overrides[:3], "epochs=5", f"output_dir={small_disk}", "name=run", ranks=2)
+    assert done.code == 0, done.output
+    assert list((run_dir / "checkpoints").glob("step-*.pt"))
+
+
+def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    write_file(tmp_path / "step-00000001.pt", lenet_state(1))
+    with pytest.raises(OSError, match="was not written"):
+        write_file(tmp_path / "missing" / "step-00000002.pt", lenet_state(2))
+    assert parse(read_bytes(tmp_path / "step-00000001.pt"))["step"] == 1

@@ -1,0 +1,106 @@
+"""Law 3 under fire: killed at random moments again and again, a run ends bitwise as if it had been left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import (
+    TINY,
+    TORCHRUN,
+    assert_bitwise,
+    clean_environment,
+    newest_checkpoint,
+    records,
+    start_ranks,
+    train_on,
+)
+
+from ddp_trainer.verify import CHECKS
+
+KILLS = 15
+LONG = (*TINY, "epochs=100", "checkpoint.every_steps=2", "data.augment.crop_padding=2")
+
+
+def trained_state(run_dir: Path) -> dict:
+    state = newest_checkpoint(run_dir)
+    state.pop("config")
+    state["progress"].pop("seconds")
+    return state
+
+
+def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
+    """Compare with a run that was left alone, and check the directory after the fact."""
+    train_on(ranks, *LONG, f"output_dir={folder}", "name=alone", deadline=300)
+    assert_bitwise(trained_state(folder / "alone"), trained_state(run_dir))
+    assert [problem for check in CHECKS for problem in check(run_dir)] == []
+    ledgers = [
+        [record["ledger/digest"] for record in records(run, "ledger/digest")] for run in (run_dir, folder / "alone")
+    ]
+    assert ledgers[0] == ledgers[1]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def newest(run_dir: Path) -> str:
+    return max((path.name for path in (run_dir / "checkpoints").glob("step-*.pt")), default="")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.timeout(600)
+def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tmp_path: Path, tally: list) -> None:
+    run_dir, chance = tmp_path / "run", random.Random(ranks)
+    command = [*TORCHRUN, f"--nproc_per_node={ranks}", f"--max-restarts={KILLS}", "-m", "ddp_trainer", *LONG]
+    with open(tmp_path / "log", "w") as log:
+        agent = subprocess.Popen(
+            [*command, f"output_dir={tmp_path}", "name=run"],
+            env=clean_environment(), stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    killed, children = 0, Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    while killed < KILLS:
+        before = newest(run_dir)
+        wait_for(lambda: newest(run_dir) > before or agent.poll() is not None)  # noqa: B023 - called at once
+        if agent.poll() is not None:
+            break
+        time.sleep(chance.uniform(0, 0.3))
+        workers = children.read_text().split()
+        if len(workers) == ranks:
+            os.kill(int(chance.choice(workers)), signal.SIGKILL)
+            killed += 1
+            wait_for(lambda: children.read_text().split() != workers or agent.poll() is not None)  # noqa: B023
+    assert agent.wait(timeout=120) == 0, (tmp_path / "log").read_text()[-5000:]
+    assert killed == KILLS, f"the run was over after {killed} kills"
+    assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)
+    tally.append((f"SIGKILL of a random rank of {ranks} under --max-restarts", killed, "0: bitwise equal"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.timeout(600)
+def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path, tally: list) -> None:
+    run_dir, chance = tmp_path / "run", random.Random(ranks)
+    overrides = (*LONG, f"output_dir={tmp_path}", "name=run")
+    killed = 0
+    while killed < KILLS:
+        before = newest(run_dir)
+        processes = start_ranks(ranks, overrides)
+        wait_for(lambda: newest(run_dir) > before)  # noqa: B023 - called at once
+        time.sleep(chance.uniform(0, 0.3))
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        killed += 1
+    train_on(ranks, *overrides, deadline=300)
+    assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)
+    tally.append((f"SIGKILL of the whole job of {ranks} ranks", killed, "0: bitwise equal"))

@@ -1,0 +1,150 @@
+"""Law 6: one rank's failure ends all of them soon, and its cause is told once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TINY, TORCHRUN, Finished, clean_environment, newest_checkpoint, run_command, succeed
+
+FAULTY = str(Path(__file__).with_name("faulty.py"))
+
+
+def launch_faulty(fault: str, tmp_path: Path, *overrides: str, ranks: int = 2, deadline: float = 60) -> Finished:
+    command = [*TORCHRUN, f"--nproc_per_node={ranks}", FAULTY, *TINY, f"output_dir={tmp_path}", "name=run"]
+    return run_command([*command, "checkpoint.every_steps=2", *overrides], deadline=deadline, FAULT=fault)
+
+
+def last_block(output: str) -> list[str]:
+    """Return the lines of the block that ends the output, between its two borders."""
+    lines = output.rstrip().splitlines()
+    assert set(lines[-1]) == {"="}, output
+    first = max(i for i, line in enumerate(lines[:-1]) if set(line) == {"="})
+    return lines[first:]
+
+
+def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = launch_faulty("raise:1:5", tmp_path, ranks=3)
+    assert time.monotonic() - began < 25  # start-up included
+    assert done.code == 1
+    assert done.output.count("boom in the worker") == 1
+    block = last_block(done.output)
+    assert len(block) <= 20
+    text = "\n".join(block)
+    assert "rank 1 on" in text
+    assert "forward/backward" in text or "data after step 5" in text
+    assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step-0000000'}" in text
+    assert "to go on: torchrun --nproc_per_node=3 -m ddp_trainer model=lenet" in text
+    assert "boom in the worker" in (tmp_path / "run/failure.log").read_text()
+
+
+def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path) -> None:
+    done = launch_faulty("kill:1:5", tmp_path)
+    assert done.code == 1
+    assert "Signal 9 (SIGKILL)" in done.output
+    succeed(*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", ranks=2)
+
+
+def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
+    done = launch_faulty("stop:1:5", tmp_path, "timeout_seconds=10")
+    assert done.code == 1
+    assert "rank 1 on" in (text := "\n".join(last_block(done.output)))
+    assert "has not answered for" in text
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
+    done = launch_faulty("nan:1:5", tmp_path)
+    assert done.code == 1
+    assert "step 5 is not finite (lr " in done.output
+    state = newest_checkpoint(tmp_path / "run")
+    assert state["step"] == 4
+    assert all(value.isfinite().all() for value in state["model"].values())
+
+
+def test_updates_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
+    done = launch_faulty("nan:1:5", tmp_path, "on_nonfinite=skip")
+    assert done.code == 0, done.output
+    assert all(value.isfinite().all() for value in newest_checkpoint(tmp_path / "run")["model"].values())
+
+
+def test_a_flipped_bit_in_one_replica_is_found_at_the_next_save(tmp_path: Path) -> None:
+    done = launch_faulty("flip:2:3", tmp_path, ranks=3)
+    assert done.code == 1
+    assert "rank 2 holds other parameters than the rest" in done.output
+    assert newest_checkpoint(tmp_path / "run")["step"] == 2
+
+
+def test_a_term_signal_stops_softly_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    done = launch_faulty("terminate:1:5", tmp_path, "epochs=200")
+    assert done.code == 0, done.output
+    assert "stopped at step" in done.output
+    assert (tmp_path / "run/stopped").exists()
+    step = newest_checkpoint(tmp_path / "run")["step"]
+    assert 5 < step < 1600
+    succeed(*TINY, f"output_dir={tmp_path}", "name=run", "epochs=200", f"max_steps={step + 3}", ranks=2)
+    assert not (tmp_path / "run/stopped").exists()
+
+
+def test_a_stop_file_stops_softly(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    done = succeed(
+        *TINY, f"output_dir={tmp_path}", "name=run", "epochs=200", ranks=2, DDP_TRAINER_STOP_FILE=str(tmp_path / "stop")
+    )
+    assert "not finished" in done.output
+    assert (tmp_path / "run/stopped").exists()
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}"]
+    with open(tmp_path / "log", "w") as log:
+        agent = subprocess.Popen(
+            [*command, "name=run"], env=clean_environment(), stdout=log, stderr=log, start_new_session=True
+        )
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    assert len(children) == 2
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    wait_for(lambda: not any(is_alive(int(pid)) for pid in children))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_two_interrupts_at_once_stop_now(tmp_path: Path) -> None:
+    command = [*TORCHRUN[:1], "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=10) in (-signal.SIGINT, 0)
+
+
+@pytest.mark.parametrize("module", ["os", "subprocess"])
+def test_nothing_in_a_checkpoint_runs(module: str, tmp_path: Path) -> None:
+    from ddp_trainer.checkpoint import DamagedCheckpointError, parse, read_bytes, write_file
+
+    class Evil:
+        def __reduce__(self):
+            return (__import__(module).system if module == "os" else subprocess.call, ("touch " + str(tmp_path / "x"),))
+
+    write_file(tmp_path / "evil.pt", {"model": Evil()})
+    with pytest.raises(DamagedCheckpointError, match="does not load"):
+        parse(read_bytes(tmp_path / "evil.pt"))
+    assert not (tmp_path / "x").exists()
