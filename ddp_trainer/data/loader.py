@@ -96,7 +96,7 @@ class EvaluationLoader:
     ) -> None:
         self.pixels = images.images[rank::world_size].to(device)
         self.labels = images.labels[rank::world_size].to(device)
-        self.ids = torch.arange(rank, len(images), world_size, device=device)
+        self.ids = torch.arange(len(images), device=device)[rank::world_size]  # none for a rank past the last sample
         self.normalise = normalise
         self.local_batch_size = max(1, batch_size // world_size)
 
