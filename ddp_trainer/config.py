@@ -167,11 +167,17 @@ class FashionMnistConfig(DataConfig):
 class SyntheticConfig(DataConfig):
     name: str = "synthetic"
     num_train: int = 4096
+    """Training images."""
     num_eval: int = 512
+    """Evaluation images."""
     channels: int = 3
+    """As many values as mean and std have."""
     height: int = 32
+    """Pixels."""
     width: int = 32
+    """Pixels."""
     num_classes: int = 10
+    """2 to 256."""
 
     def __post_init__(self) -> None:
         DataConfig.__post_init__(self)
@@ -195,6 +201,7 @@ class OptimizerConfig:
     lr: float = MISSING
     """Peak learning rate for the global batch as given."""
     weight_decay: float = 0.0
+    """sgd: added to the gradient, times the weights; adamw: taken off the weights, times lr."""
     scale_lr: bool = False
     """Linear rule: multiply lr by global_batch_size / base_batch_size."""
     base_batch_size: int = 256
@@ -214,8 +221,11 @@ class OptimizerConfig:
 class SGDConfig(OptimizerConfig):
     name: str = "sgd"
     lr: float = 0.1
+    """Peak learning rate for the global batch as given."""
     momentum: float = 0.9
+    """Share of the former step, in [0, 1), that the next one keeps."""
     nesterov: bool = False
+    """Look ahead along the momentum."""
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
@@ -230,8 +240,11 @@ class SGDConfig(OptimizerConfig):
 class AdamWConfig(OptimizerConfig):
     name: str = "adamw"
     lr: float = 1e-3
+    """Peak learning rate for the global batch as given."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Shares, in [0, 1), that the running means of gradients and of their squares keep a step."""
     eps: float = 1e-8
+    """Added to the denominator."""
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
@@ -359,8 +372,11 @@ class Config:
     name: str = "${data.name}-${model.name}-${sync.name}"
     """The run directory is <output_dir>/<name>."""
     output_dir: str = "outputs"
+    """Where run directories are made."""
     seed: int = 0
+    """Of the first weights, the order of samples and augmentation; 0 to 2^63 - 1."""
     epochs: int = 10
+    """Passes over the training split, each less what does not fill a global batch."""
     max_steps: int | None = None
     """End the launch at this many optimizer steps in all, evaluated and saved; null: train all epochs."""
     global_batch_size: int = 256
@@ -386,11 +402,13 @@ class Config:
     timeout_seconds: int = 120
     """How long a collective may take before the job is ended."""
     label_smoothing: float = 0.0
+    """Share, in [0, 1), of the target that is spread evenly over all classes."""
     max_grad_norm: float | None = None
     """Gradients are scaled down to this norm; null: never."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = 20
+    """Optimizer steps between two log points; only there does the host wait for the device."""
     resume: Resume = Resume.auto
     """auto: go on from the newest checkpoint if there is one; must: there has to be one; never: start afresh."""
 
