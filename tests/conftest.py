@@ -181,13 +181,15 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline
     return [value for _, value, _ in answers]
 
 
-_STORES: list[TCPStore] = []
+_NEEDED: list[Any] = []
+"""What the processes of `start_ranks` need as long as they live."""
 
 
 def start_ranks(world_size: int, overrides: tuple[str, ...]) -> list[Any]:
     """Begin to train with `overrides` in so many processes and return them at once: to be killed, say."""
-    processes, store = _start(world_size, multiprocessing.get_context("forkserver").Queue(), _train, (overrides,))
-    _STORES.append(store)  # they need it as long as they live
+    results = multiprocessing.get_context("forkserver").Queue()
+    processes, store = _start(world_size, results, _train, (overrides,))
+    _NEEDED.extend([results, store])
     return processes
 
 

@@ -25,7 +25,7 @@ from conftest import (
 from ddp_trainer.verify import CHECKS
 
 KILLS = 15
-LONG = (*TINY, "epochs=100", "checkpoint.every_steps=2", "data.augment.crop_padding=2")
+LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.crop_padding=2")
 
 
 def trained_state(run_dir: Path) -> dict:
