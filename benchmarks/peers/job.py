@@ -52,7 +52,10 @@ def parse_job() -> Job:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--launched", type=float, default=time.time())
-    return Job(**vars(parser.parse_args()))
+    job = Job(**vars(parser.parse_args()))
+    if job.steps < 2 * job.window:
+        parser.error(f"--steps={job.steps} must be at least two windows of {job.window}: the first is a warm-up")
+    return job
 
 
 class FashionMNIST(Dataset):
