@@ -4,8 +4,10 @@
 
 Every contestant trains the same model on Fashion-MNIST with the same augmentation and global batch, on
 `--ranks` ranks of one thread under torchrun. A round runs all of them once, each round beginning with another, so
-that a slow minute of the machine slows them all. Two comparisons come out of the same rounds: as a user would run it
-(our defaults) and like for like (`--precision`, no compile).
+that a slow minute of the machine slows them all. Two comparisons come out of the same rounds. As a user would run it:
+everybody's defaults. Like for like: `--precision`, no compile, and malloc told to keep what is freed; otherwise
+glibc faults a LeNet step's activations in again or not, depending on what a process happened to free before, which
+moves plain DDP by a tenth.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ import torch
 
 HERE = Path(__file__).parent
 PEERS = {"plain DDP": "plain_ddp.py", "Lightning": "lightning_ddp.py", "Accelerate": "accelerate_ddp.py"}
-BARE = "bare loop"
-DEFAULTS, ALIKE = "ddp_trainer, defaults", "ddp_trainer, like for like"
+DEFAULTS = "ddp_trainer"
+ALIKE, PLAIN_ALIKE, BARE = "ddp_trainer, alike", "plain DDP, alike", "bare loop, alike"
+AS_A_USER, LIKE_FOR_LIKE = (DEFAULTS, *PEERS), (ALIKE, PLAIN_ALIKE, BARE)
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 DEADLINE_SECONDS = 1200
 
 
@@ -56,11 +60,12 @@ class Result:
     version: str = ""
 
 
-def torchrun(job: Job, *command: str) -> str:
+def torchrun(job: Job, *command: str, alike: bool) -> str:
     """Run `command` on the job's ranks, one thread each; return what it printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (KEEP_FREED_MEMORY if alike else {})
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.ranks}")
     done = subprocess.run(
-        [sys.executable, *launcher, *command], cwd=HERE.parent, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, *launcher, *command], cwd=HERE.parent, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS,
     )  # fmt: skip
     if done.returncode != 0:
@@ -68,19 +73,20 @@ def torchrun(job: Job, *command: str) -> str:
     return done.stdout
 
 
-def run_peer(job: Job, script: str, *, workers: int) -> dict[str, Any]:
+def run_peer(job: Job, script: str, *, workers: int, alike: bool = False) -> dict[str, Any]:
     """Run one of peers/ and return its report."""
     options = {
         "data": job.data, "model": job.model, "steps": job.steps, "window": job.window, "workers": workers,
         "batch-size": job.global_batch_size // job.ranks, "precision": job.precision, "launched": time.time(),
     }  # fmt: skip
-    output = torchrun(job, str(HERE / "peers" / script), *(f"--{key}={value}" for key, value in options.items()))
+    words = (f"--{key}={value}" for key, value in options.items())
+    output = torchrun(job, str(HERE / "peers" / script), *words, alike=alike)
     report = next(json.loads(line) for line in output.splitlines() if line.startswith('{"images_per_second"'))
     assert (report["num_threads"], report["world_size"]) == (1, job.ranks), report
     return report
 
 
-def run_ours(job: Job, *overrides: str) -> dict[str, Any]:
+def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
     """Run ddp_trainer and return the same report, from its run directory."""
     with tempfile.TemporaryDirectory() as folder:
         launched = time.time()
@@ -88,6 +94,7 @@ def run_ours(job: Job, *overrides: str) -> dict[str, Any]:
             job, "-m", "ddp_trainer", f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
             f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
             f"log_every_steps={job.window}", f"output_dir={folder}", "name=bench", *overrides,
+            alike=alike,
         )  # fmt: skip
         run_dir = Path(folder) / "bench"
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -115,9 +122,10 @@ def best_workers(job: Job, script: str) -> int:
 
 def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Result]:
     """Run every contestant `rounds` times, interleaved."""
-    results = {DEFAULTS: Result(), ALIKE: Result(), BARE: Result()}
+    results = {name: Result() for name in (*AS_A_USER, *LIKE_FOR_LIKE)}
     for name, script in PEERS.items():
-        results[name] = Result(workers=best_workers(job, script) if workers is None else workers)
+        results[name].workers = best_workers(job, script) if workers is None else workers
+    results[PLAIN_ALIKE].workers = results["plain DDP"].workers
     names = list(results)
     for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
@@ -134,9 +142,11 @@ def run_contestant(job: Job, name: str, *, workers: int) -> dict[str, Any]:
     if name == DEFAULTS:
         return run_ours(job)
     if name == ALIKE:
-        return run_ours(job, f"precision={job.precision}", "compile=false")
+        return run_ours(job, f"precision={job.precision}", "compile=false", alike=True)
     if name == BARE:
-        return run_peer(job, "bare_loop.py", workers=0)
+        return run_peer(job, "bare_loop.py", workers=0, alike=True)
+    if name == PLAIN_ALIKE:
+        return run_peer(job, PEERS["plain DDP"], workers=workers, alike=True)
     return run_peer(job, PEERS[name], workers=workers)
 
 
@@ -151,16 +161,16 @@ def best_peer(results: dict[str, Result]) -> str:
     return max(PEERS, key=lambda name: statistics.median(results[name].images_per_second))
 
 
-def table(results: dict[str, Result]) -> str:
-    """Return the results as a Markdown table."""
-    best = best_peer(results)
+def table(results: dict[str, Result], names: tuple[str, ...], *, base: str) -> str:
+    """Return a comparison of `names` as a Markdown table, ratios to `base`."""
     lines = [
-        f"| | images/s, median (min–max) | × {best}, median of rounds (min–max) | launch to first step, s | workers |",
+        f"| | images/s, median (min–max) | × {base}, median of rounds (min–max) | launch to first step, s | workers |",
         "|---|--:|--:|--:|--:|",
     ]
-    for name, result in results.items():
+    for name in names:
+        result = results[name]
         rates = result.images_per_second
-        middle, low, high = ratio(result, results[best])
+        middle, low, high = ratio(result, results[base])
         lines.append(
             f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f}) "
             f"| {middle:.2f} ({low:.2f}–{high:.2f}) | {statistics.median(result.first_step_seconds):.1f} "
@@ -230,8 +240,9 @@ def main() -> None:
     print(f"{processor}; load before: {load:.2f}", flush=True)
     results = run_rounds(job, rounds=options.rounds, workers=options.workers)
     versions = sorted({result.version for result in results.values()})
-    text = table(results)
-    print(f"\n{text}\n\n{', '.join(versions)}, Python {platform.python_version()}")
+    print(f"\nAs a user would run it\n\n{table(results, AS_A_USER, base=best_peer(results))}")
+    print(f"\nLike for like, {job.precision}\n\n{table(results, LIKE_FOR_LIKE, base=PLAIN_ALIKE)}")
+    print(f"\n{', '.join(versions)}, Python {platform.python_version()}")
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"{job.model}-{job.precision}.json"
     record = {
