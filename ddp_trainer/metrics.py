@@ -6,12 +6,24 @@ import resource
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ddp_trainer.distributed import World
+
 T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """Mean loss and accuracy over `count` samples."""
+
+    loss: float = float("nan")
+    top1: float = 0.0
+    count: int = 0
 
 
 class Sums:
@@ -128,6 +140,42 @@ class Stopwatch:
     def median_rate(self) -> float:
         """Return the median over windows, in images per second; 0 before the first."""
         return statistics.median(self.rates) if self.rates else 0.0
+
+
+class Progress:
+    """Where a run stands: all that a checkpoint holds besides the model and its optimizer."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.step, self.best_top1 = 0, 0.0
+        self.evaluation = Evaluation()
+        self.sums, self.ledger = Sums(world.device), Ledger(world.device)
+        self.nonfinite = NonFinite(world.device)
+        self.earlier_seconds, self.began = 0.0, time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the wall-clock seconds spent on this run, over all launches."""
+        return self.earlier_seconds + time.perf_counter() - self.began
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sums over ranks and the rest as builtins. Collective: every rank must call this."""
+        last = self.evaluation
+        return {
+            "ledger": self.world.sum(self.ledger.vector.clone()),
+            "window": self.world.sum(self.sums.vector.clone()),
+            "seconds": self.seconds(),
+            "evaluation": [last.loss, last.top1, last.count],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, step: int, best_top1: float) -> None:
+        """Take up what `state_dict` returned: one rank carries on the sums that all had."""
+        self.step, self.best_top1 = step, best_top1
+        if self.world.is_main:
+            self.ledger.vector += state["ledger"].to(self.world.device)
+            self.sums.vector += state["window"].to(self.world.device)
+        self.earlier_seconds = state["seconds"]
+        loss, top1, count = state["evaluation"]
+        self.evaluation = Evaluation(loss=loss, top1=top1, count=count)
 
 
 def peak_memory_mb(device: torch.device) -> float:

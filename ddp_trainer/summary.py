@@ -57,12 +57,3 @@ class Summary:
         where = f"{self.world_size} × {self.device} ({self.backend})"
         speed = f"{self.seconds_per_epoch:,.1f} s/epoch · {self.images_per_second:,.0f} img/s on {where}"
         return f"test acc {self.eval_top1:.4f} · {speed}"
-
-
-@dataclass(kw_only=True, slots=True)
-class Evaluation:
-    """Mean loss and accuracy over `count` samples."""
-
-    loss: float = float("nan")
-    top1: float = 0.0
-    count: int = 0

@@ -18,8 +18,8 @@ from ddp_trainer.checkpoint import Checkpoints, State
 from ddp_trainer.config import Config, OnNonfinite, Precision, to_builtins
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
-from ddp_trainer.metrics import Ledger, NonFinite, Stopwatch, Sums, fingerprint, peak_memory_mb
-from ddp_trainer.summary import Evaluation, Status, Summary
+from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Stopwatch, Sums, fingerprint, peak_memory_mb
+from ddp_trainer.summary import Status, Summary
 from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
 from ddp_trainer.watch import Watch
 from ddp_trainer.writer import Writer
@@ -71,11 +71,9 @@ class Trainer:
         self.autocast_dtype = AUTOCAST.get(config.precision)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision is Precision.fp16)
         self.steps_per_epoch = loader.sampler.steps_per_epoch
-        self.step, self.lr = 0, 0.0
-        self.sums, self.ledger, self.stopwatch = Sums(world.device), Ledger(world.device), Stopwatch()
-        self.nonfinite = NonFinite(world.device)
-        self.evaluation, self.best_top1 = Evaluation(), 0.0
-        self.earlier_seconds, self.began = 0.0, time.perf_counter()
+        self.progress, self.stopwatch = Progress(world), Stopwatch()
+        self.lr = 0.0
+        """What the last step used."""
         self.epoch_seconds: list[float] = []
         self.next_control, self.saved_at = 0, time.perf_counter()
         self.train_line = "nothing left to train"
@@ -99,6 +97,11 @@ class Trainer:
         return self.summary(self.status)
 
     @property
+    def step(self) -> int:
+        """The number of optimizer steps taken, over all launches."""
+        return self.progress.step
+
+    @property
     def last_step(self) -> int:
         """The optimizer step at which this launch ends."""
         planned = self.config.epochs * self.steps_per_epoch
@@ -114,7 +117,7 @@ class Trainer:
         began, start = time.perf_counter(), self.step % self.steps_per_epoch
         self.loader.sampler.set_epoch(epoch, start)
         if start == 0:
-            self.ledger = Ledger(self.world.device)
+            self.progress.ledger = Ledger(self.world.device)
         end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
         self.next_control = self.step  # a stop asked for during evaluation is seen at the first step
         self.stopwatch.restart()
@@ -122,8 +125,8 @@ class Trainer:
         with self.writer.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
             for batch in self.stopwatch.timed(self.loader):
                 self.train_step(batch.images, batch.labels)
-                self.ledger.add(batch.ids, step=self.step % self.steps_per_epoch)
-                self.step += 1
+                self.progress.ledger.add(batch.ids, step=self.step % self.steps_per_epoch)
+                self.progress.step += 1
                 self.watch.step, self.watch.phase = self.step, "data"
                 self.writer.advance()
                 if self.meet(epoch, is_last=self.step == end) and self.step < end:
@@ -162,7 +165,7 @@ class Trainer:
         # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
         scale = self.world.world_size / self.config.global_batch_size
         self.scaler.scale(loss_sum * scale).backward()
-        self.sums.add(loss_sum.detach(), logits.detach(), labels)
+        self.progress.sums.add(loss_sum.detach(), logits.detach(), labels)
         return loss_sum.detach() / self.config.global_batch_size
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -178,7 +181,7 @@ class Trainer:
             values.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         elif not self.scaler.is_enabled():  # fp16 gradients overflow now and then: the scaler sees to that
             values.append(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
-        is_bad = self.nonfinite.check(torch.stack(values), step=self.step)
+        is_bad = self.progress.nonfinite.check(torch.stack(values), step=self.step)
         if self.config.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled():
             self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # fused optimizers then skip
         self.lr = self.optimizer.param_groups[0]["lr"]
@@ -237,15 +240,15 @@ class Trainer:
         if self.world.is_main:
             flags[1] = float(every is not None and time.perf_counter() - self.saved_at >= every)
             flags[2] = self.stopwatch.seconds / self.stopwatch.steps
-        is_bad = (self.nonfinite.first < NonFinite.NEVER).double()[None]
+        is_bad = (self.progress.nonfinite.first < NonFinite.NEVER).double()[None]
         mine = torch.tensor(flags, dtype=torch.float64).to(self.world.device, non_blocking=True)
-        total = self.world.sum(torch.cat([mine, is_bad, self.sums.vector]))
+        total = self.world.sum(torch.cat([mine, is_bad, self.progress.sums.vector]))
         stop, save, step_seconds, bad, loss, correct, count = total.tolist()
         if bad and self.config.on_nonfinite is OnNonfinite.stop:
             self.diverge()
         self.next_control = self.step + max(1, int(CONTROL_SECONDS / max(step_seconds, 1e-9)))
         if log:
-            self.sums.reset()
+            self.progress.sums.reset()
             self.log_window(epoch, loss=loss / count, top1=correct / count)
         return stop > 0, save > 0
 
@@ -261,7 +264,7 @@ class Trainer:
 
     def diverge(self) -> NoReturn:
         """Raise `DivergedError`, naming the first step that was not finite on any rank."""
-        step = min(self.world.gather(int(self.nonfinite.first)))
+        step = min(self.world.gather(int(self.progress.nonfinite.first)))
         raise DivergedError(
             f"the loss or gradient of step {step} is not finite (lr {self.lr:g}): lower optimizer.lr, "
             "set max_grad_norm, or set on_nonfinite=skip to leave such updates out"
@@ -302,30 +305,17 @@ class Trainer:
                 with self.autocast():
                     logits = self.model(batch.images)
                 sums.add(cross_entropy(logits.float(), batch.labels, reduction="sum"), logits, batch.labels)
-        hashes = self.world.sum(self.ledger.vector.clone()).tolist()
+        digest, samples = self.world.sum(self.progress.ledger.vector.clone()).tolist()
         loss, correct, count = self.world.sum(sums.vector).tolist()
-        self.evaluation = Evaluation(loss=loss / count, top1=correct / count, count=int(count))
+        self.progress.evaluation = found = Evaluation(loss=loss / count, top1=correct / count, count=int(count))
         # Only whole epochs compete: where a launch happened to end must not choose the best model.
-        is_best = self.step % self.steps_per_epoch == 0 and self.evaluation.top1 > self.best_top1
-        self.best_top1 = self.evaluation.top1 if is_best else self.best_top1
-        self.writer.scalars(
-            {
-                "eval/loss": self.evaluation.loss,
-                "eval/top1": self.evaluation.top1,
-                "eval/count": self.evaluation.count,
-                "ledger/samples": hashes[1],
-                "ledger/digest": Ledger.text(hashes[0]),
-            },
-            step=self.step,
-            epoch=epoch,
-        )
-        logger.info(
-            "epoch %d/%d · %s · test %.4f",
-            epoch + 1,
-            self.config.epochs,
-            self.train_line,
-            self.evaluation.top1,
-        )
+        is_best = self.step % self.steps_per_epoch == 0 and found.top1 > self.progress.best_top1
+        if is_best:
+            self.progress.best_top1 = found.top1
+        tags: dict[str, float | str] = {"eval/loss": found.loss, "eval/top1": found.top1, "eval/count": found.count}
+        tags |= {"ledger/samples": samples, "ledger/digest": Ledger.text(digest)}
+        self.writer.scalars(tags, step=self.step, epoch=epoch)
+        logger.info("epoch %d/%d · %s · test %.4f", epoch + 1, self.config.epochs, self.train_line, found.top1)
         return is_best
 
     # --- state ----------------------------------------------------------------------------------
@@ -334,8 +324,6 @@ class Trainer:
         """Return all that training needs to go on. Collective: every rank must call this."""
         with averaged_statistics(self.model, self.world) as own:
             model = {key: value.clone() for key, value in self.model.state_dict().items()}
-        ledger = self.world.sum(self.ledger.vector.clone())
-        window = self.world.sum(self.sums.vector.clone())
         return {
             "model": model,
             "optimizer": self.optimizer.state_dict(),
@@ -345,15 +333,10 @@ class Trainer:
             "epoch": self.step // self.steps_per_epoch,
             "samples_seen": self.step * self.config.global_batch_size,
             "config": to_builtins(self.config),
-            "best_top1": self.best_top1,
-            "progress": {
-                "statistics_by_rank": self.world.gather_tensor(own),
-                "ledger": ledger,
-                "window": window,
-                "train_samples": self.loader.sampler.length,
-                "seconds": self.seconds(),
-                "evaluation": [self.evaluation.loss, self.evaluation.top1, self.evaluation.count],
-            },
+            "best_top1": self.progress.best_top1,
+            "train_samples": self.loader.sampler.length,
+            "statistics_by_rank": self.world.gather_tensor(own),
+            "progress": self.progress.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -362,23 +345,11 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-        self.step, self.best_top1 = state["step"], state["best_top1"]
-        progress = state["progress"]
-        statistics = progress["statistics_by_rank"]
-        if len(statistics) == self.world.world_size:
-            restore_buffers(self.model, statistics[self.world.rank])
-        if self.world.is_main:  # sums over ranks: one rank carries what all had
-            self.ledger.vector += progress["ledger"].to(self.world.device)
-            self.sums.vector += progress["window"].to(self.world.device)
-        self.earlier_seconds = progress["seconds"]
-        loss, top1, count = progress["evaluation"]
-        self.evaluation = Evaluation(loss=loss, top1=top1, count=count)
+        if len(state["statistics_by_rank"]) == self.world.world_size:
+            restore_buffers(self.model, state["statistics_by_rank"][self.world.rank])
+        self.progress.load_state_dict(state["progress"], step=state["step"], best_top1=state["best_top1"])
 
     # --- the end --------------------------------------------------------------------------------
-
-    def seconds(self) -> float:
-        """Return the wall-clock seconds spent on this run, over all launches."""
-        return self.earlier_seconds + time.perf_counter() - self.began
 
     def summary(self, status: Status) -> Summary:
         """Return what this launch came to."""
@@ -388,13 +359,13 @@ class Trainer:
         estimate = images / rate if rate else float("nan")
         return Summary(
             status=status,
-            eval_top1=self.evaluation.top1,
-            eval_loss=self.evaluation.loss,
-            eval_count=self.evaluation.count,
-            best_top1=self.best_top1,
+            eval_top1=self.progress.evaluation.top1,
+            eval_loss=self.progress.evaluation.loss,
+            eval_count=self.progress.evaluation.count,
+            best_top1=self.progress.best_top1,
             epochs=self.step // self.steps_per_epoch,
             steps=self.step,
-            seconds=self.seconds(),
+            seconds=self.progress.seconds(),
             images_per_second=rate,
             seconds_per_epoch=whole_epochs[len(whole_epochs) // 2] if whole_epochs else estimate,
             world_size=self.world.world_size,

@@ -27,7 +27,7 @@ def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
     """Return the digest and number of samples of a whole `epoch`, computed from the seed alone."""
     config, ledger = state["config"], Ledger(torch.device("cpu"))
     sampler = GlobalBatchSampler(
-        range(state["progress"]["train_samples"]),
+        range(state["train_samples"]),
         global_batch_size=config["global_batch_size"],
         num_replicas=1,
         rank=0,
