@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test check bench clean
+.PHONY: train test chaos check bench clean
 
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks, about a minute
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m ddp_trainer experiment=digits_resnet18
 
 test: .venv/installed  ## every law, with real processes
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not chaos"
+
+chaos: .venv/installed  ## kill, stop, cut, flip and fill up what can be; a table of what was lost
+	$(BIN)/pytest tests/chaos
 
 check: .venv/installed  ## style and types
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -92,11 +93,18 @@ def fail(error: Exception) -> NoReturn:
 
 def job_dir(config: Config) -> Path:
     """Return the run directory: a function of the config alone, the same on every rank and after a restart."""
-    run_dir = Path(config.output_dir) / config.name
+    run_dir = Path(config.output_dir).expanduser() / config.name
     settings = HydraConfig.get()
     if settings.mode is RunMode.MULTIRUN:
-        return run_dir / settings.job.override_dirname
+        return run_dir / shortened(settings.job.override_dirname)
     return run_dir
+
+
+def shortened(name: str) -> str:
+    """Return `name`, cut and told apart by a hash if it is too long for a file system (255 bytes)."""
+    if len(name.encode()) <= 200:
+        return name
+    return f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def refuse(error: Exception) -> NoReturn:

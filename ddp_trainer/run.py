@@ -52,16 +52,18 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         ConfigError: the config breaks a rule that only this machine, data set or directory could show.
     """
     environment = read_environment()
-    run_dir = run_dir or Path(config.output_dir) / config.name
+    run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     refusal = prepare_data(config)
     with ExitStack() as stack:
         world = stack.enter_context(connected(config, environment))
         check_same_config(config, world)
         config = settle(config, world)
         splits = world.together(lambda: load(config, world, refusal))
-        world.together(lambda: stack.enter_context(claimed(run_dir, config)) if world.is_main else None)
+        aside = world.together(lambda: stack.enter_context(claimed(run_dir, config)) if world.is_main else None)
         console = Console()
         stack.enter_context(logging_to(console, rank=world.rank, run_dir=run_dir))
+        if aside is not None:
+            logger.info("resume=never: the former run is now %s", aside)
         stop_file = Path(environment.stop_file) if environment.stop_file and world.is_main else None
         stop = stack.enter_context(SoftStop(stop_file))
         watch = stack.enter_context(
@@ -138,11 +140,7 @@ def load(config: Config, world: World, refusal: ConfigError | None) -> Splits:
         raise refusal
     splits = load_splits(config.data, seed=config.seed)
     require(len(splits.eval) > 0, f"data={config.data.name} has no evaluation samples: top-1 of none is undefined")
-    smallest = config.global_batch_size // world.world_size
-    require(
-        smallest >= config.num_microbatches or smallest == 0,  # the sampler refuses 0
-        f"num_microbatches={config.num_microbatches} is more than the {smallest} samples of a rank: lower it",
-    )
+    config.check_world_size(world.world_size)
     GlobalBatchSampler(
         splits.train.labels,
         global_batch_size=config.global_batch_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -16,19 +15,18 @@ import yaml
 from ddp_trainer.config import Config, ConfigError, Resume, require, to_builtins, training_changes
 from ddp_trainer.files import replace_text
 
-logger = logging.getLogger(__name__)
-
 LOCK = ".lock"
 PATIENCE_SECONDS = 3.0
 """How long a launch waits for the lock: a killed predecessor may take a moment to be gone."""
 
 
 @contextmanager
-def claimed(run_dir: Path, config: Config) -> Iterator[None]:
+def claimed(run_dir: Path, config: Config) -> Iterator[Path | None]:
     """Make `run_dir` ours: created, locked, moved aside first if resume=never, and holding our config.yaml.
 
     A directory without a checkpoint keeps nothing of a run that could be lost, and takes any config.
 
+    Yields where a former run was moved to, if one was: the log has no file yet that could tell of it.
     The kernel drops the lock when this process ends, however it ends. Rank 0 only.
 
     Raises:
@@ -40,27 +38,27 @@ def claimed(run_dir: Path, config: Config) -> Iterator[None]:
         f"resume=must needs a checkpoint and {run_dir} has none: check name and output_dir, or use resume=auto",
     )
     try:
-        lock = _claim(run_dir, config)
+        lock, aside = _claim(run_dir, config)
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir} must be a folder that can be written: {error}") from error
     try:
-        yield
+        yield aside
     finally:
         os.close(lock)
 
 
-def _claim(run_dir: Path, config: Config) -> int:
-    lock = _lock(run_dir)
+def _claim(run_dir: Path, config: Config) -> tuple[int, Path | None]:
+    lock, aside = _lock(run_dir), None
     try:
         if config.resume is Resume.never and _is_used(run_dir):
-            logger.info("resume=never: the former run is now %s", _move_aside(run_dir))
+            aside = _move_aside(run_dir)
             os.close(lock)
             lock = _lock(run_dir)
         _check_config(run_dir, config)
     except BaseException:
         os.close(lock)
         raise
-    return lock
+    return lock, aside
 
 
 def _lock(run_dir: Path) -> int:

@@ -376,6 +376,7 @@ class Trainer:
 
     def repeat_summary(self) -> Summary:
         """Return the summary of the launch that trained the last step, evaluating again if it is lost."""
+        logger.info("%s: nothing left to train after step %d", self.status.value, self.step)
         path = self.writer.run_dir / "summary.json"
         text = self.world.broadcast(path.read_text() if self.world.is_main and path.exists() else "")
         if text and (summary := Summary.from_json(text)).steps == self.step:

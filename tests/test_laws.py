@@ -41,7 +41,9 @@ def test_the_same_training_in_microbatches(ranks: int, alone: Path, train_in: Ca
     assert_same_training(alone, train_in("micro", *TINY, *AUGMENTED, "num_microbatches=3", ranks=ranks))
 
 
-def test_each_evaluation_sample_counts_once_with_more_ranks_than_samples(train_in: Callable[..., Path]) -> None:
+def test_each_evaluation_sample_counts_once_with_more_ranks_than_samples(
+    train_in: Callable[..., Path],
+) -> None:
     run_dir = train_in("few", *TINY, "data.num_eval=2", ranks=3)
     assert read_summary(run_dir)["eval/count"] == 2
 
@@ -53,7 +55,13 @@ def test_an_epoch_uses_each_training_sample_once_but_the_dropped_tail(train_in: 
 
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 def test_lenet_on_fashion_mnist_trains_alike_on_one_to_four_ranks(train_in: Callable[..., Path]) -> None:
-    overrides = ("model=lenet", "data=fashion_mnist", "precision=fp32", "global_batch_size=200", "max_steps=25")
+    overrides = (
+        "model=lenet",
+        "data=fashion_mnist",
+        "precision=fp32",
+        "global_batch_size=200",
+        "max_steps=25",
+    )
     runs = [train_in(f"w{ranks}", *overrides, ranks=ranks) for ranks in (1, 2, 3, 4)]
     for run_dir in runs:
         assert read_summary(run_dir)["eval/count"] == 10_000

@@ -55,9 +55,7 @@ def test_resumed_on_another_number_of_ranks_uses_the_same_samples(
     whole = train_in("whole", *MIDDLE, ranks=2)
     train_in("parts", *MIDDLE, "max_steps=5", ranks=before)
     parts = train_in("parts", *MIDDLE, ranks=after)
-    assert_bitwise(
-        newest_checkpoint(whole)["progress"]["ledger"], newest_checkpoint(parts)["progress"]["ledger"]
-    )
+    assert_bitwise(newest_checkpoint(whole)["progress"]["ledger"], newest_checkpoint(parts)["progress"]["ledger"])
     torch.testing.assert_close(newest_checkpoint(whole)["model"], newest_checkpoint(parts)["model"])
 
 

@@ -1,0 +1,29 @@
+"""Many launches, many ranks: what goes wrong one time in five, or only in a crowd."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import TINY, launch, read_summary
+
+LAUNCHES = int(os.environ.get("LAUNCHES", "10"))
+
+
+@pytest.mark.timeout(30 * LAUNCHES)
+def test_launches_in_a_row_exit_0(tmp_path: Path, tally: list) -> None:
+    codes = [launch(*TINY, f"output_dir={tmp_path}", f"name={n}", ranks=2).code for n in range(LAUNCHES)]
+    tally.append(("nothing: two-rank launches in a row", LAUNCHES, f"{sum(code != 0 for code in codes)} failed"))
+    assert codes == [0] * LAUNCHES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_32_ranks_train_and_exit_0(tmp_path: Path) -> None:
+    """Needs 13 GB: a rank costs about 390 MB of its own memory."""
+    overrides = ("model=lenet", "data=digits", "precision=fp32", "max_steps=3", f"output_dir={tmp_path}", "name=many")
+    done = launch(*overrides, ranks=32, deadline=500)
+    assert done.code == 0, done.output
+    summary = read_summary(tmp_path / "many")
+    assert (summary["world_size"], summary["steps"], summary["eval/count"]) == (32, 3, 355)
