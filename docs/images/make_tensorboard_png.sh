@@ -35,7 +35,7 @@ serve() {  # COMMAND...: in the background, until it answers
 
 runs=${1:-$scratch/runs}
 if (($# == 0)); then
-    train name=sgd-0.1 optimizer.lr=0.1
+    train name=sgd-0.2
     train name=sgd-0.02 optimizer.lr=0.02
     train name=adamw-0.002 optimizer=adamw optimizer.lr=0.002
 fi
