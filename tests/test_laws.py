@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, newest_checkpoint, read_summary, records, train_on
+from conftest import TINY, compose, newest_checkpoint, on_ranks, read_summary, records, train_on
+
+from ddp_trainer.run import run
+from ddp_trainer.trainer import Trainer
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
@@ -67,3 +71,46 @@ def test_lenet_on_fashion_mnist_trains_alike_on_one_to_four_ranks(train_in: Call
         assert read_summary(run_dir)["eval/count"] == 10_000
     for run_dir in runs[1:]:
         assert_same_training(runs[0], run_dir)
+
+
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "gather", "scatter")
+
+
+def _waits_in_steps(overrides: tuple[str, ...]) -> list[str]:
+    """Train with `overrides`; return what in a step waited for the device or, gradients apart, for other ranks."""
+    inside, found = [False], []
+
+    def watched(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if inside[0]:
+                found.append(name)
+            return original(*args, **options)
+
+        setattr(owner, name, call)
+
+    for name in WAITS:
+        watched(torch.Tensor, name)
+    for name in COLLECTIVES:
+        watched(torch.distributed, name)
+    take_step = Trainer.train_step
+
+    def step(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inside[0] = True
+        loss = take_step(self, images, labels)
+        inside[0] = False
+        return loss
+
+    Trainer.train_step = step
+    run(compose(*overrides))
+    return found
+
+
+@pytest.mark.parametrize(
+    "extra", [(), ("optimizer=adamw", "max_grad_norm=1", "num_microbatches=2"), ("precision=bf16",)]
+)
+def test_no_step_waits_for_the_device_or_for_other_ranks(extra: tuple[str, ...], tmp_path: Path) -> None:
+    overrides = (*TINY, f"output_dir={tmp_path}", "name=run", *extra)
+    assert on_ranks(2, _waits_in_steps, overrides) == [[], []]

@@ -1,36 +1,62 @@
-"""The command line with one fault: FAULT=what:rank:step, done to that rank just before it takes that step."""
+"""The command line with one fault: FAULT=what:rank:where, done to that rank.
+
+`where` is the number of a step, just before which it happens, or ``start``, ``evaluation`` or ``save``.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_trainer import checkpoint
 from ddp_trainer.__main__ import main
 from ddp_trainer.trainer import Trainer
 
-WHAT, RANK, STEP = os.environ["FAULT"].split(":")
+WHAT, RANK, WHERE = os.environ["FAULT"].split(":")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 take_step = Trainer.train_step
 
 
 def faulty_step(self: Trainer, images: Tensor, labels: Tensor) -> Tensor:
-    if self.world.rank == int(RANK) and self.step == int(STEP):
+    if self.world.rank == int(RANK) and str(self.step) == WHERE:
         match WHAT:
             case "raise":
                 raise RuntimeError("boom in the worker")
-            case "kill" | "stop" | "terminate":
-                number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[WHAT]
-                os.kill(os.getpid(), number)
             case "nan":
                 images = images * float("nan")
             case "flip":
                 with torch.no_grad():
                     bits = next(self.model.parameters()).view(-1).view(torch.int32)
                     bits[3] ^= 1 << 12
+            case _:
+                os.kill(os.getpid(), SIGNALS[WHAT])
     return take_step(self, images, labels)
 
 
-Trainer.train_step = faulty_step
+def signalled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with the signal sent just before it, the first time."""
+    waiting = [SIGNALS[WHAT]]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if os.environ.get("RANK", "0") == RANK and waiting:
+            os.kill(os.getpid(), waiting.pop())
+        return function(*args, **options)
+
+    return call
+
+
+match WHERE:
+    case "start":
+        Trainer.warm_up = signalled(Trainer.warm_up)
+    case "evaluation":
+        Trainer.evaluate = signalled(Trainer.evaluate)
+    case "save":
+        checkpoint.write_file = signalled(checkpoint.write_file)
+    case _:
+        Trainer.train_step = faulty_step
 main()

@@ -9,7 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, TORCHRUN, Finished, clean_environment, newest_checkpoint, run_command, succeed
+from conftest import (
+    TINY,
+    TORCHRUN,
+    Finished,
+    assert_bitwise,
+    clean_environment,
+    newest_checkpoint,
+    run_command,
+    succeed,
+    train_on,
+)
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 
@@ -27,7 +37,7 @@ def last_block(output: str) -> list[str]:
     return lines[first:]
 
 
-def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path) -> None:
+def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path, tally: list) -> None:
     began = time.monotonic()
     done = launch_faulty("raise:1:5", tmp_path, ranks=3)
     assert time.monotonic() - began < 25  # start-up included
@@ -41,29 +51,33 @@ def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path) -> None:
     assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step-0000000'}" in text
     assert "to go on: torchrun --nproc_per_node=3 -m ddp_trainer model=lenet" in text
     assert "boom in the worker" in (tmp_path / "run/failure.log").read_text()
+    tally.append(("an exception in one rank of three", 1, "told once, job over"))
 
 
-def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path, tally: list) -> None:
     done = launch_faulty("kill:1:5", tmp_path)
     assert done.code == 1
     assert "Signal 9 (SIGKILL)" in done.output
     succeed(*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", ranks=2)
+    tally.append(("SIGKILL of a rank", 1, "job over, resumed"))
 
 
-def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_stops_answering_is_named(tmp_path: Path, tally: list) -> None:
     done = launch_faulty("stop:1:5", tmp_path, "timeout_seconds=10")
     assert done.code == 1
     assert "rank 1 on" in (text := "\n".join(last_block(done.output)))
     assert "has not answered for" in text
+    tally.append(("SIGSTOP of a rank", 1, "named, job over"))
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path: Path, tally: list) -> None:
     done = launch_faulty("nan:1:5", tmp_path)
     assert done.code == 1
     assert "step 5 is not finite (lr " in done.output
     state = newest_checkpoint(tmp_path / "run")
     assert state["step"] == 4
     assert all(value.isfinite().all() for value in state["model"].values())
+    tally.append(("a NaN in one rank", 1, "last good checkpoint kept"))
 
 
 def test_updates_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
@@ -72,22 +86,29 @@ def test_updates_that_are_not_finite_can_be_skipped(tmp_path: Path) -> None:
     assert all(value.isfinite().all() for value in newest_checkpoint(tmp_path / "run")["model"].values())
 
 
-def test_a_flipped_bit_in_one_replica_is_found_at_the_next_save(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_one_replica_is_found_at_the_next_save(tmp_path: Path, tally: list) -> None:
     done = launch_faulty("flip:2:3", tmp_path, ranks=3)
     assert done.code == 1
     assert "rank 2 holds other parameters than the rest" in done.output
     assert newest_checkpoint(tmp_path / "run")["step"] == 2
+    tally.append(("a bit flipped in one rank's weights", 1, "named, nothing saved"))
 
 
-def test_a_term_signal_stops_softly_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    done = launch_faulty("terminate:1:5", tmp_path, "epochs=200")
+@pytest.mark.parametrize("where", ["start", "5", "evaluation", "save"])
+def test_a_term_signal_stops_softly_and_the_same_command_goes_on(where: str, tmp_path: Path, tally: list) -> None:
+    done = launch_faulty(f"terminate:{0 if where == 'save' else 1}:{where}", tmp_path, "epochs=200")
     assert done.code == 0, done.output
     assert "stopped at step" in done.output
     assert (tmp_path / "run/stopped").exists()
     step = newest_checkpoint(tmp_path / "run")["step"]
-    assert 5 < step < 1600
-    succeed(*TINY, f"output_dir={tmp_path}", "name=run", "epochs=200", f"max_steps={step + 3}", ranks=2)
+    assert 0 < step < 1600
+    overrides = (*TINY, "epochs=200", "checkpoint.every_steps=2", f"max_steps={step + 3}")
+    succeed(*overrides, f"output_dir={tmp_path}", "name=run", ranks=2)
     assert not (tmp_path / "run/stopped").exists()
+    train_on(2, *overrides, f"output_dir={tmp_path}", "name=alone", deadline=120)
+    states = [newest_checkpoint(tmp_path / name)["model"] for name in ("run", "alone")]
+    assert_bitwise(*states)
+    tally.append((f"SIGTERM in {where if where != '5' else 'training'}", 1, "0: bitwise equal when resumed"))
 
 
 def test_a_stop_file_stops_softly(tmp_path: Path) -> None:
@@ -99,7 +120,7 @@ def test_a_stop_file_stops_softly(tmp_path: Path) -> None:
     assert (tmp_path / "run/stopped").exists()
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, tally: list) -> None:
     command = [*TORCHRUN, "--nproc_per_node=2", "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}"]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen(
@@ -111,6 +132,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     agent.send_signal(signal.SIGKILL)
     agent.wait()
     wait_for(lambda: not any(is_alive(int(pid)) for pid in children))
+    tally.append(("SIGKILL of torchrun", 1, "0 orphans"))
 
 
 def is_alive(pid: int) -> bool:
