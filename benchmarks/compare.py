@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -56,6 +57,8 @@ class Result:
 
     images_per_second: list[float] = field(default_factory=list)
     first_step_seconds: list[float] = field(default_factory=list)
+    foreign_cores: list[float] = field(default_factory=list)
+    """Cores kept busy by others meanwhile: above a tenth or so a round tells little."""
     workers: int | None = None
     version: str = ""
 
@@ -93,7 +96,8 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
         torchrun(
             job, "-m", "ddp_trainer", f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
             f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
-            f"log_every_steps={job.window}", f"output_dir={folder}", "name=bench", *overrides,
+            f"log_every_steps={job.window}", "data.augment.crop_padding=2", f"output_dir={folder}", "name=bench",
+            *overrides,
             alike=alike,
         )  # fmt: skip
         run_dir = Path(folder) / "bench"
@@ -129,12 +133,23 @@ def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Resul
     names = list(results)
     for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            began, foreign = time.perf_counter(), foreign_seconds()
             report = run_contestant(job, name, workers=results[name].workers or 0)
+            foreign_cores = max(0.0, (foreign_seconds() - foreign) / (time.perf_counter() - began))
+            results[name].foreign_cores.append(foreign_cores)
             results[name].images_per_second.append(report["images_per_second"])
             results[name].first_step_seconds.append(report["first_step_seconds"])
             results[name].version = report["version"]
-            print(f"  round {round_ + 1}: {name}: {report['images_per_second']:,.0f} img/s", flush=True)
+            noise = f" (others kept {foreign_cores:.1f} cores busy)" if foreign_cores > 0.1 else ""
+            print(f"  round {round_ + 1}: {name}: {report['images_per_second']:,.0f} img/s{noise}", flush=True)
     return results
+
+
+def foreign_seconds() -> float:
+    """Return the CPU seconds that processes other than our children have used since boot."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:4]]  # user, nice, system
+    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(ticks) / os.sysconf("SC_CLK_TCK") - ours.ru_utime - ours.ru_stime
 
 
 def run_contestant(job: Job, name: str, *, workers: int) -> dict[str, Any]:
