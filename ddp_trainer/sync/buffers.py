@@ -41,6 +41,7 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
     own = flatten_buffers(model)
     if own.numel() and world.world_size > 1:
         restore_buffers(model, world.sum(own.clone()) / world.world_size)
-    yield own
-    if own.numel() and world.world_size > 1:
+    try:
+        yield own
+    finally:
         restore_buffers(model, own)
