@@ -321,10 +321,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_directory_of_another_config_is_refused_by_naming_the_keys(trained: Path) -> None:
     said = refused_on_two_ranks(
-        *TINY, f"output_dir={trained}", "name=old", "epochs=1", "optimizer.lr=0.2", "seed=1", "num_threads=1"
+        *TINY, f"output_dir={trained}", "name=old", "epochs=1", "optimizer.lr=0.3", "seed=1", "num_threads=1"
     )
     assert said == (
-        f"{trained}/old holds a run of another config (optimizer.lr: 0.1 → 0.2; seed: 0 → 1): choose name=… for a new "
+        f"{trained}/old holds a run of another config (optimizer.lr: 0.2 → 0.3; seed: 0 → 1): choose name=… for a new "
         "run, or resume=never to start afresh (the old directory is moved aside)"
     )
 

@@ -153,7 +153,7 @@ def test_resume_must_refuses_when_there_is_nothing_to_resume(tmp_path: Path) -> 
 def test_resume_never_moves_the_former_run_aside(train_in: Callable[..., Path]) -> None:
     run_dir = train_in("fresh", *CHEAP)
     former = (run_dir / "metrics.jsonl").read_bytes()
-    done = succeed(*CHEAP, "name=fresh", f"output_dir={run_dir.parent}", "optimizer.lr=0.2", "resume=never")
+    done = succeed(*CHEAP, "name=fresh", f"output_dir={run_dir.parent}", "optimizer.lr=0.3", "resume=never")
     [aside] = run_dir.parent.glob("fresh?*")
     assert (aside / "metrics.jsonl").read_bytes() == former
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["lr"] == 0.2

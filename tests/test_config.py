@@ -87,7 +87,7 @@ def test_flattening_joins_keys_with_dots() -> None:
 
 def test_digests_are_equal_exactly_when_configs_are() -> None:
     assert digest(compose("seed=1")) == digest(compose("seed=1"))
-    different = [(), ("seed=1",), ("optimizer.lr=0.2",), ("data.augment.flip=true",), ("resume=must",)]
+    different = [(), ("seed=1",), ("optimizer.lr=0.3",), ("data.augment.flip=true",), ("resume=must",)]
     assert len({digest(compose(*overrides)) for overrides in different}) == len(different)
 
 
@@ -107,7 +107,7 @@ def test_what_changes_the_training_is_named_from_old_to_new() -> None:
         "model.init: absent → default",
         "model.name: resnet18 → lenet",
         "model.stem: small → absent",
-        "optimizer.lr: 0.1 → 0.5",
+        "optimizer.lr: 0.2 → 0.5",
         "seed: 0 → 1",
     ]
 
