@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -214,28 +214,30 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
     Raises:
         TimeoutError: some ranks did not come within `timeout`; they are named.
     """
-    nonce, name = uuid.uuid4().hex, uuid.uuid4().hex
+    nonce, name, missing = uuid.uuid4().hex, uuid.uuid4().hex, [0]
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", nonce)
-    while True:
+    while time.monotonic() < deadline:
         if rank == 0:
-            hellos = {r: store.get(key).decode() for r in range(world_size) if store.check([key := f"hello/{r}"])}
-            store.set("round", json.dumps({"name": name, "nonces": list(hellos.values())}))
-        if store.check(["round"]):
-            told = json.loads(store.get("round"))
-            if nonce in told["nonces"]:
-                store.set(f"{told['name']}/here/{rank}", "")
-                if rank != 0:
-                    return dist.PrefixStore(told["name"], store)
-        missing = [r for r in range(world_size) if not store.check([f"{name}/here/{r}"])] if rank == 0 else [0]
-        if not missing:
-            return dist.PrefixStore(name, store)
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{world_size - len(missing)} of {world_size} ranks came within {timeout.total_seconds():.0f} s, "
-                f"missing: {', '.join(map(str, missing))}"
-            )
+            _name_round(store, name, world_size)
+        told: dict[str, Any] = json.loads(store.get("round")) if store.check(["round"]) else {"nonces": []}
+        if nonce in told["nonces"]:
+            store.set(f"{told['name']}/here/{rank}", "")
+            missing = [r for r in range(world_size) if rank == 0 and not store.check([f"{name}/here/{r}"])]
+            if not missing:
+                return dist.PrefixStore(told["name"], store)
         time.sleep(0.02)
+    raise TimeoutError(
+        f"{world_size - len(missing)} of {world_size} ranks came within {timeout.total_seconds():.0f} s, "
+        f"missing: {', '.join(map(str, missing))}"
+    )
+
+
+def _name_round(store: dist.Store, name: str, world_size: int) -> None:
+    """Tell all who have said hello the name of the round; who has said it before in another round will again."""
+    keys = [f"hello/{rank}" for rank in range(world_size)]
+    nonces = [store.get(key).decode() for key in keys if store.check([key])]
+    store.set("round", json.dumps({"name": name, "nonces": nonces}))
 
 
 def shutdown() -> None:

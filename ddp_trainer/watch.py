@@ -159,23 +159,17 @@ class Watch:
 
     def _fail(self, error: Exception) -> None:
         """Tell of `error` if this rank is the first to fail; otherwise wait to be ended by the launcher."""
-        is_echo = any(sign in str(error) for sign in LOST_PEER)
-        if is_echo:  # leave the one in trouble time to speak
-            self._done.wait(BEAT_SECONDS)
-        here = {"phase": self.phase, "step": self.step}
-        what = f"rank {self.world.rank} on {socket.gethostname()} failed first, in {where(here)}"
-        if not self._claim(what):
+        lost: list[str] = []
+        if any(sign in str(error) for sign in LOST_PEER):
+            self._done.wait(BEAT_SECONDS)  # leave the one in trouble time to speak
+            lost = self._lost_ranks() if self._cause() is None else []
+        here = where({"phase": self.phase, "step": self.step})
+        lines = lost or [f"rank {self.world.rank} on {socket.gethostname()} failed first, in {here}", *summed_up(error)]
+        if not self._claim(lines[0]):
             self._wait_to_be_ended()
             return
-        frames = traceback.extract_tb(error.__traceback__)
-        details = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
-        if is_echo:
-            details = self._lost_ranks() or details
-        elif frames:
-            details.append(f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
-        text = "".join(traceback.format_exception(error))
-        replace_text(self.run_dir / "failure.log", text)
-        self._tell(what, *details, f"traceback: {self.run_dir / 'failure.log'}")
+        replace_text(self.run_dir / "failure.log", "".join(traceback.format_exception(error)))
+        self._tell(*lines, f"traceback: {self.run_dir / 'failure.log'}")
 
     def _wait_to_be_ended(self) -> None:
         """Wait for the launcher, which saw the cause fail; ended by it, this rank is no failure of its own."""
@@ -223,6 +217,14 @@ class Watch:
         nodes = self.environment.world_size // self.environment.local_world_size
         across = f" --nnodes={nodes} …" if nodes > 1 else ""
         return f"torchrun{across} --nproc_per_node={self.environment.local_world_size} {arguments}"
+
+
+def summed_up(error: Exception) -> list[str]:
+    """Return what `error` is and where it was raised, a line each."""
+    lines = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+    if frames := traceback.extract_tb(error.__traceback__):
+        lines.append(f"at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}")
+    return lines
 
 
 def is_dead(place: dict[str, Any]) -> bool:
