@@ -85,6 +85,7 @@ class Trainer:
         resumed = self.checkpoints.restore(self)
         if self.step >= self.last_step and resumed:
             return self.repeat_summary()
+        self.check_replicas()
         self.writer.open(step=self.step)
         self.warm_up()
         while self.step < self.last_step:
@@ -271,12 +272,18 @@ class Trainer:
         )
 
     def save(self, *, is_best: bool = False) -> None:
-        """Save a checkpoint after seeing that all replicas are equal. Collective: every rank must call this.
+        """Save a checkpoint after seeing that all replicas are equal. Collective: every rank must call this."""
+        self.watch.phase = "save"
+        self.check_replicas()
+        self.checkpoints.save(self, is_best=is_best)
+        self.saved_at = time.perf_counter()
+
+    def check_replicas(self) -> None:
+        """See that parameters are bitwise equal on all ranks. Collective: every rank must call this.
 
         Raises:
-            DesynchronisedError: on all ranks, when one holds other parameters than the rest.
+            DesynchronisedError: on all ranks, when one holds others than the rest.
         """
-        self.watch.phase = "save"
         integers = (buffer for buffer in self.model.buffers() if not buffer.is_floating_point())
         mine = fingerprint([*self.model.parameters(), *integers])[None]
         prints = [int(other) for other in self.world.gather_tensor(mine)]
@@ -286,8 +293,6 @@ class Trainer:
                 f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
                 f"step {self.step}: nothing was saved; bad memory, or code that treats ranks differently"
             )
-        self.checkpoints.save(self, is_best=is_best)
-        self.saved_at = time.perf_counter()
 
     # --- evaluation -----------------------------------------------------------------------------
 

@@ -156,6 +156,6 @@ def test_resume_never_moves_the_former_run_aside(train_in: Callable[..., Path]) 
     done = succeed(*CHEAP, "name=fresh", f"output_dir={run_dir.parent}", "optimizer.lr=0.3", "resume=never")
     [aside] = run_dir.parent.glob("fresh?*")
     assert (aside / "metrics.jsonl").read_bytes() == former
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["lr"] == 0.2
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["lr"] == 0.3
     assert read_summary(run_dir)["status"] == "finished"
     assert str(aside) in done.output

@@ -65,3 +65,17 @@ def test_a_resumed_log_has_each_step_once(train_in: Callable[..., Path]) -> None
     run_dir = train_in("run", *overrides)
     steps = [record["step"] for record in records(run_dir, "train/loss")]
     assert steps == sorted(set(steps))
+
+
+def test_saves_come_by_the_clock_too(train_in: Callable[..., Path]) -> None:
+    run_dir = train_in("run", *TINY, "checkpoint.every_seconds=0.0001", "log_every_steps=1", ranks=2)
+    steps = [int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")]
+    assert sorted(steps) == [14, 15, 16]
+
+
+def test_the_best_checkpoint_stays(train_in: Callable[..., Path]) -> None:
+    run_dir = train_in("run", "model=lenet", "data=digits", "epochs=6", "checkpoint.keep_last=1", "precision=fp32")
+    best = torch.load(run_dir / "checkpoints/best.pt", weights_only=True)
+    top1 = [record["eval/top1"] for record in records(run_dir, "eval/top1")]
+    assert best["best_top1"] == max(top1) == read_summary(run_dir)["best_top1"]
+    assert len(list((run_dir / "checkpoints").glob("step-*.pt"))) == 1
