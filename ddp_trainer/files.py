@@ -7,13 +7,21 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` by way of a temporary name, so that no reader and no crash sees half of it."""
+    """Write `text` to `path` by way of a temporary name, so that no reader and no crash sees half of it.
+
+    Raises:
+        OSError: it cannot be written; `path` is as it was.
+    """
     aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def fsync_directory(folder: Path) -> None:

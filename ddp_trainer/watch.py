@@ -168,8 +168,13 @@ class Watch:
         if not self._claim(lines[0]):
             self._wait_to_be_ended()
             return
-        replace_text(self.run_dir / "failure.log", "".join(traceback.format_exception(error)))
-        self._tell(*lines, f"traceback: {self.run_dir / 'failure.log'}")
+        kept = self.run_dir / "failure.log"
+        try:
+            replace_text(kept, "".join(traceback.format_exception(error)))
+            lines.append(f"traceback: {kept}")
+        except OSError as unwritten:  # a full disk, say: the cause is told all the same
+            lines.append(f"the traceback was not kept: {unwritten}")
+        self._tell(*lines)
 
     def _wait_to_be_ended(self) -> None:
         """Wait for the launcher, which saw the cause fail; ended by it, this rank is no failure of its own."""

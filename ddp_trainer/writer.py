@@ -120,8 +120,12 @@ class Writer:
 
     def file(self, name: str, text: str) -> None:
         """Put `text` into the run directory's file `name`, whole or not at all."""
-        if self.enabled:
+        if not self.enabled:
+            return
+        try:
             replace_text(self.run_dir / name, text)
+        except OSError as error:
+            logger.warning("%s was not written: %s", self.run_dir / name, error)
 
 
 def truncate_records(path: Path, *, step: int) -> None:
