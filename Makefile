@@ -2,16 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test chaos check bench clean
+.PHONY: train test chaos cluster check bench clean
 
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks, about a minute
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m ddp_trainer experiment=digits_resnet18
 
 test: .venv/installed  ## every law, with real processes
-	$(BIN)/pytest -m "not chaos"
+	$(BIN)/pytest -m "not chaos and not cluster"
 
 chaos: .venv/installed  ## kill, stop, cut, flip and fill up what can be; a table of what was lost
 	$(BIN)/pytest tests/chaos
+
+cluster: .venv/installed  ## SLURM, hosts of network namespaces and a container build; as root, on Debian
+	$(BIN)/pytest tests/cluster
 
 check: .venv/installed  ## style and types
 	$(BIN)/ruff format --check .

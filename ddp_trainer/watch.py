@@ -2,6 +2,7 @@
 
 Each rank publishes where it is in a store that all can reach. When ranks fail, the first to say so is the cause
 and the others keep quiet; when one stops answering, its neighbour says so; when the launcher is gone, ranks go.
+A rank that is killed can say nothing: it leaves a will where torchrun looks for the cause, renewed every second.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -61,9 +63,13 @@ def tell(block: str, environment: Environment, *, since: float) -> None:
     if environment.error_file is None:
         print(block, file=sys.stderr, flush=True)
         return
+    replace_text(Path(environment.error_file), error_file_text(block, since=since))
+
+
+def error_file_text(block: str, *, since: float) -> str:
+    """Return `block` in the form in which torchrun expects the cause of a failure at `since` (unix seconds)."""
     extra = {"py_callstack": block, "timestamp": str(int(since))}
-    data = {"message": {"message": block.splitlines()[0], "extraInfo": extra}}
-    replace_text(Path(environment.error_file), json.dumps(data))
+    return json.dumps({"message": {"message": block.splitlines()[0], "extraInfo": extra}})
 
 
 class Watch:
@@ -86,6 +92,7 @@ class Watch:
         self.silence_seconds = timeout_seconds / 2
         self.phase, self.step = "start", 0
         self._parent, self._done = os.getppid(), threading.Event()
+        self._will, self._has_told = Path(f"{environment.error_file}.will"), False
         self._prefix = "watch/" + world.broadcast(uuid.uuid4().hex)
         self._store = self._connect()
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
@@ -109,6 +116,7 @@ class Watch:
             error.add_note(TOLD)
         self._done.set()
         self._thread.join()
+        self._drop_will()
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -118,6 +126,7 @@ class Watch:
         heard, when, beats = None, time.monotonic(), 0
         while not self._done.wait(BEAT_SECONDS):
             if self.environment.under_torchrun and os.getppid() != self._parent:
+                self._drop_will()
                 os._exit(1)  # torchrun was killed: nobody is left to end this process
             try:
                 beats += 1
@@ -135,6 +144,7 @@ class Watch:
     def _leave(self) -> None:
         """End this process some seconds after another rank failed, should the launcher not do it."""
         if not self._done.wait(GRACE_SECONDS):
+            self._drop_will()
             os._exit(1)
 
     def _publish(self, beats: int) -> None:
@@ -142,6 +152,17 @@ class Watch:
             "beats": beats, "phase": self.phase, "step": self.step, "pid": os.getpid(), "host": socket.gethostname()
         }  # fmt: skip
         self._store.set(f"{self._prefix}/place/{self.world.rank}", json.dumps(place))
+        if self.environment.error_file is not None:
+            lost = f"rank {self.world.rank} on {place['host']} was lost, last seen in {where(place)}"
+            will = self._block(lost, good=f"the newest in {self.run_dir / 'checkpoints'}")
+            with suppress(OSError):  # a full disk must not end the watch
+                self._will.write_text(error_file_text(will, since=time.time()))
+                self._will.replace(self.environment.error_file)
+
+    def _drop_will(self) -> None:
+        """Leave nothing for torchrun to print of a rank that has come to its own end, unless it has told the cause."""
+        if self.environment.error_file is not None and not self._has_told:
+            Path(self.environment.error_file).unlink(missing_ok=True)
 
     def _place(self, rank: int) -> str | None:
         key = f"{self._prefix}/place/{rank}"
@@ -153,6 +174,7 @@ class Watch:
             self._tell(what, since=time.time() - seconds)
         if place["host"] == socket.gethostname():
             os.kill(place["pid"], signal.SIGCONT)  # if it is stopped, let it see that the job is over
+        self._drop_will()
         os._exit(1)
 
     # --- telling --------------------------------------------------------------------------------
@@ -162,7 +184,10 @@ class Watch:
         lost: list[str] = []
         if any(sign in str(error) for sign in LOST_PEER):
             self._done.wait(BEAT_SECONDS)  # leave the one in trouble time to speak
-            lost = self._lost_ranks() if self._cause() is None else []
+            if self._cause() is None and self._died_here():
+                self._wait_to_be_ended()  # torchrun has seen it die and prints its will
+                return
+            lost = self._silent_ranks() if self._cause() is None else []
         here = where({"phase": self.phase, "step": self.step})
         lines = lost or [f"rank {self.world.rank} on {socket.gethostname()} failed first, in {here}", *summed_up(error)]
         if not self._claim(lines[0]):
@@ -195,24 +220,33 @@ class Watch:
         key = f"{self._prefix}/cause"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _lost_ranks(self) -> list[str]:
-        """Name the ranks that are dead, as far as this host can see, or else those that no longer publish."""
+    def _places(self) -> dict[int, str]:
+        """Return what the other ranks have last published, by rank."""
         others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
-        places = {rank: said for rank in others if (said := self._place(rank))}
-        lost = [rank for rank, said in places.items() if is_dead(json.loads(said))]
-        if not lost:
-            time.sleep(2 * BEAT_SECONDS)
-            lost = [rank for rank, said in places.items() if self._place(rank) == said]
-        known = {rank: json.loads(places[rank]) for rank in lost}
+        return {rank: said for rank in others if (said := self._place(rank))}
+
+    def _died_here(self) -> bool:
+        """Say whether a rank on this host, under this torchrun, has ended."""
+        return any(is_dead(json.loads(said)) for said in self._places().values())
+
+    def _silent_ranks(self) -> list[str]:
+        """Name the ranks that no longer publish."""
+        before = self._places()
+        time.sleep(2 * BEAT_SECONDS)
+        silent = {rank: json.loads(said) for rank, said in before.items() if self._place(rank) == said}
         return [
-            f"rank {rank} on {place['host']} was lost, last seen in {where(place)}" for rank, place in known.items()
+            f"rank {rank} on {place['host']} was lost, last seen in {where(place)}" for rank, place in silent.items()
         ]
 
     def _tell(self, *lines: str, since: float | None = None) -> None:
         """Say what happened and how to go on: to torchrun, which prints it last, or to stderr."""
+        self._has_told = True
         good = max((self.run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
-        block = "\n".join([*lines, f"last good checkpoint: {good}", f"to go on: {self.command()}"])
-        tell(block, self.environment, since=since or time.time())
+        tell(self._block(*lines, good=str(good)), self.environment, since=since or time.time())
+
+    def _block(self, *lines: str, good: str) -> str:
+        """Return `lines` followed by what is left and how to go on."""
+        return "\n".join([*lines, f"last good checkpoint: {good}", f"to go on: {self.command()}"])
 
     def command(self) -> str:
         """Return the command line that goes on with this run."""

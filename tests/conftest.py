@@ -244,10 +244,10 @@ def tally() -> list[tuple[str, int, str]]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/chaos: `make test` leaves it to `make chaos`."""
+    """Mark everything in tests/chaos and tests/cluster: `make test` leaves it to the target of that name."""
     for item in items:
-        if "chaos" in item.path.parts:
-            item.add_marker(pytest.mark.chaos)
+        for folder in {"chaos", "cluster"} & set(item.path.parts):
+            item.add_marker(folder)
 
 
 def pytest_unconfigure() -> None:
