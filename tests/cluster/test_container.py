@@ -201,7 +201,7 @@ def first_of_its_namespace(ancestor: int) -> int | None:
             torchrun = b"torchrun" in (path / "cmdline").read_bytes()
             if torchrun and status["NSpid"].split()[1:] == ["1"] and ancestor in ancestors(int(path.name)):
                 return int(path.name)
-        except FileNotFoundError:  # ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
             continue
     return None
 
