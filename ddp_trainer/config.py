@@ -5,17 +5,14 @@ Imports no torch, so that ``--help``, completion and a mistyped key answer at on
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError
+from omegaconf import MISSING
 
 
 class ConfigError(ValueError):
@@ -65,6 +62,18 @@ class Resume(Enum):
 class OnNonfinite(Enum):
     stop = "stop"
     skip = "skip"
+
+
+class CommHook(Enum):
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+
+
+class Bucket(Enum):
+    parameter = "parameter"
+    flat = "flat"
 
 
 class Stem(Enum):
@@ -334,9 +343,71 @@ class DDPConfig(SyncConfig):
     name: str = "ddp"
     bucket_cap_mb: int = 25
     """Gradients travel in buckets of this many MiB, the first while backward still runs."""
+    comm_hook: CommHook = CommHook.none
+    """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
+    powersgd_rank: int = 2
+    """Rank of powersgd's factors; more is closer to the gradient."""
+    powersgd_warmup_steps: int = 100
+    """Steps, of each launch, before powersgd begins to compress."""
 
     def __post_init__(self) -> None:
         require_positive("sync.bucket_cap_mb", self.bucket_cap_mb)
+        require_positive("sync.powersgd_rank", self.powersgd_rank)
+        require(
+            self.powersgd_warmup_steps >= 2,
+            f"sync.powersgd_warmup_steps={self.powersgd_warmup_steps} must be at least 2",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AllReduceConfig(SyncConfig):
+    name: str = "allreduce"
+    bucket: Bucket = Bucket.flat
+    """flat: all gradients in one message; parameter: one at a time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RingConfig(SyncConfig):
+    name: str = "ring"
+
+
+@dataclass(kw_only=True, slots=True)
+class ParameterServerConfig(SyncConfig):
+    name: str = "parameter_server"
+    num_servers: int = 1
+    """How many ranks, from 0 on, own parameters besides training; 1 to the number of ranks."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.num_servers", self.num_servers)
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalSGDConfig(SyncConfig):
+    name: str = "local_sgd"
+    every_steps: int = 8
+    """Optimizer steps between two averages; an epoch's end is one too."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.every_steps", self.every_steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplicasConfig(SyncConfig):
+    name: str = "replicas"
+    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"])
+    """A replica for each; cpu, or cuda:0, cuda:1 and so on."""
+
+    def __post_init__(self) -> None:
+        kinds = {device.split(":")[0] for device in self.devices}
+        require(
+            len(kinds) == 1 and kinds <= {"cpu", "cuda"},
+            f"sync.devices={self.devices} must all be cpu, or all be cuda:0, cuda:1 and so on",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataParallelConfig(SyncConfig):
+    name: str = "data_parallel"
 
 
 # --- the whole --------------------------------------------------------------------------------
@@ -467,6 +538,11 @@ class Config:
             self.backend is not Backend.nccl or self.device is not Device.cpu,
             "backend=nccl serves GPUs and device=cpu: use backend=gloo, or device=cuda",
         )
+        require(
+            self.precision is not Precision.fp16 or not isinstance(self.sync, ParameterServerConfig | LocalSGDConfig),
+            f"precision=fp16 scales the loss by what all gradients are, and sync={self.sync.name} shows a rank only "
+            "its own: use precision=bf16, or sync=ddp",
+        )
 
     def check_world_size(self, world_size: int) -> None:
         """Check what depends on the number of ranks; before they meet, so that none waits for the others.
@@ -486,9 +562,15 @@ class Config:
             f"lower it, or raise global_batch_size={self.global_batch_size}",
         )
         require(
-            world_size == 1 or not isinstance(self.sync, NoSyncConfig),
-            f"sync=none is for one process and there are {world_size} ranks: use sync=ddp",
+            world_size == 1 or not isinstance(self.sync, NoSyncConfig | ReplicasConfig | DataParallelConfig),
+            f"sync={self.sync.name} is for one process and there are {world_size} ranks: use sync=ddp, or start one "
+            f"process, python -m ddp_trainer sync={self.sync.name}",
         )
+        if isinstance(self.sync, ParameterServerConfig):
+            require(
+                self.sync.num_servers <= world_size,
+                f"sync.num_servers={self.sync.num_servers} must be at most the number of ranks, {world_size}",
+            )
 
 
 SCHEMAS: dict[str, dict[str, type]] = {
@@ -501,7 +583,16 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "cosine": CosineConfig,
         "onecycle": OneCycleConfig,
     },
-    "sync": {"none": NoSyncConfig, "ddp": DDPConfig},
+    "sync": {
+        "ddp": DDPConfig,
+        "none": NoSyncConfig,
+        "allreduce": AllReduceConfig,
+        "ring": RingConfig,
+        "parameter_server": ParameterServerConfig,
+        "local_sgd": LocalSGDConfig,
+        "replicas": ReplicasConfig,
+        "data_parallel": DataParallelConfig,
+    },
 }
 
 
@@ -523,57 +614,6 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ddp_trainer")
 
 
-def resolve(composed: DictConfig) -> Config:
-    """Turn what Hydra composed into a validated `Config`.
-
-    Raises:
-        ConfigError: a value breaks a rule.
-        OmegaConfBaseException: a key was added or removed, or a value is missing or refers to nothing.
-    """
-    check_keys(composed)
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    return config
-
-
-def check_keys(node: DictConfig, prefix: str = "") -> None:
-    """Refuse what Hydra lets pass: keys added with ``+`` that no schema has, and keys removed with ``~``.
-
-    Raises:
-        ConfigKeyError: a key was added.
-        ConfigError: a key was removed.
-    """
-    schema = OmegaConf.get_type(node)
-    names = [f.name for f in fields(schema)] if is_dataclass(schema) else list(node)
-    present = list(node.keys())  # "in node" is false for a key that is there and has no value yet
-    for key in present:
-        if key not in names:
-            error = ConfigKeyError(f"Key '{key}' not in '{schema}'")
-            error.full_key, error.object_type = f"{prefix}{key}", schema
-            raise error
-    for name in names:
-        require(name in present, f"~{prefix}{name} removes a key that is needed: set it instead, {prefix}{name}=…")
-        if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
-            check_keys(child, f"{prefix}{name}.")
-
-
-def to_builtins(config: Config) -> dict[str, Any]:
-    """Return `config` as nested dicts, lists, strings and numbers (enums by name)."""
-
-    def plain(value: Any) -> Any:
-        match value:
-            case Enum():
-                return value.name
-            case dict():
-                return {key: plain(item) for key, item in value.items()}
-            case list():
-                return [plain(item) for item in value]
-            case _:
-                return value
-
-    return plain(asdict(config))
-
-
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
     flat: dict[str, Any] = {}
@@ -583,42 +623,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def digest(config: Config) -> str:
-    """Return a hash that is equal on two ranks exactly when their configs are."""
-    return hashlib.sha256(json.dumps(to_builtins(config), sort_keys=True).encode()).hexdigest()
-
-
-# How long, how often, where and on how many ranks: free to change when a run is resumed.
-FREE_KEYS = frozenset(
-    [
-        "name",
-        "output_dir",
-        "epochs",
-        "max_steps",
-        "eval_batch_size",
-        "num_threads",
-        "device",
-        "backend",
-        "timeout_seconds",
-        "log_every_steps",
-        "resume",
-        "checkpoint",
-        "data.root",
-        "sync.bucket_cap_mb",
-        "compile",
-        "deterministic",
-        "channels_last",
-    ]
-)
-
-
-def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Name the keys in which two configs (as builtins) train differently, as ``key: old → new``."""
-    before, after = flatten(old), flatten(new)
-    return [
-        f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in FREE_KEYS and key.split(".")[0] not in FREE_KEYS
-    ]
