@@ -11,7 +11,6 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 from torch.optim import AdamW
 
-from ddp_trainer.checkpoint import Checkpoints
 from ddp_trainer.command_line import for_each_job
 from ddp_trainer.composition import to_builtins
 from ddp_trainer.config import (
@@ -40,15 +38,12 @@ from ddp_trainer.config import (
     require,
 )
 from ddp_trainer.costs import shapes_of, traffic
-from ddp_trainer.data import Splits
 from ddp_trainer.distributed import World, connected
-from ddp_trainer.environment import Environment, read_environment
-from ddp_trainer.interrupt import SoftStop
-from ddp_trainer.run import build_trainer, check_same_config, load, prepare_data, settle
+from ddp_trainer.environment import read_environment
+from ddp_trainer.run import check_same_config, load, prepare_data, settle
 from ddp_trainer.timeline import PHASES
 from ddp_trainer.trainer import Trainer
-from ddp_trainer.watch import Watch
-from ddp_trainer.writer import Writer
+from ddp_trainer.trial import Build, builder, take_steps
 
 Tags = dict[str, float]
 
@@ -146,23 +141,6 @@ def chosen(found: dict[str, SyncConfig], names: str | None) -> dict[str, SyncCon
 
 # --- measuring --------------------------------------------------------------------------------
 
-Build = Callable[[Config, World], Trainer]
-
-
-def builder(stack: ExitStack, *, splits: Splits, folder: Path, environment: Environment) -> Build:
-    """Return a function that builds a trainer which neither writes nor saves."""
-
-    def build(config: Config, world: World) -> Trainer:
-        checkpoints = stack.enter_context(Checkpoints(folder, config.checkpoint, world=world, resume=config.resume))
-        writer = Writer(folder, enabled=False, console=Console(), config={})
-        stop = SoftStop(None)
-        watch = Watch(world, environment, run_dir=folder, timeout_seconds=config.timeout_seconds)
-        return build_trainer(
-            config, world=world, splits=splits, checkpoints=checkpoints, writer=writer, watch=watch, stop=stop
-        )
-
-    return build
-
 
 def contestant(name: str, config: Config, world: World, build: Build) -> Contestant:
     """Build the trainer of one strategy on the ranks that it is for."""
@@ -194,27 +172,6 @@ def measure(subject: Contestant, world: World, *, steps: int) -> None:
     if subject.steps:
         subject.sent.append(sum(by_node) / world.world_size / steps)
     subject.steps += steps
-
-
-def take_steps(trainer: Trainer, steps: int) -> Tags:
-    """Take optimizer steps as an epoch would, but without log points. Return the timeline's tags."""
-    trainer.model.train()
-    trainer.timeline.restart()
-    batches = endless(trainer)
-    for _ in range(steps):
-        batch = next(batches)
-        trainer.train_step(batch.images, batch.labels)
-        trainer.progress.step += 1
-    trainer.sync.settle(trainer.optimizer)
-    return trainer.timeline.close_window(trainer.config.global_batch_size)
-
-
-def endless(trainer: Trainer) -> Iterator[Any]:
-    """Yield the batches of one epoch after another."""
-    while True:
-        epoch, start = divmod(trainer.step, trainer.steps_per_epoch)
-        trainer.loader.sampler.set_epoch(epoch, start)
-        yield from trainer.timeline.timed(trainer.loader)
 
 
 def sent_bytes() -> int:

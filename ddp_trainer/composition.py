@@ -101,6 +101,8 @@ FREE_KEYS = frozenset(
         "checkpoint",
         "data.root",
         "sync.bucket_cap_mb",
+        "sync.num_servers",
+        "sync.devices",
         "compile",
         "deterministic",
         "channels_last",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import assert_never
 
+import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,6 +93,17 @@ def build_layerwise(config: LARSConfig | LAMBConfig, parameters: Iterable[Parame
         case LAMBConfig():
             beta1, beta2 = config.betas
             return Lamb(groups, lr, betas=(beta1, beta2), eps=config.eps, max_grad_norm=None)
+
+
+def match_layout(optimizer: Optimizer) -> None:
+    """Give the optimizer's state the memory layout of the parameters; it may have been saved with another.
+
+    Fused kernels walk through a parameter and its state side by side and see no difference.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def build_scheduler(

@@ -20,6 +20,7 @@ from ddp_trainer.config import Config, OnNonfinite, Precision
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
 from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Sums, fingerprint, peak_memory_mb
+from ddp_trainer.optim import match_layout
 from ddp_trainer.summary import Status, Summary
 from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
 from ddp_trainer.timeline import Timeline
@@ -87,6 +88,7 @@ class Trainer:
         resumed = self.checkpoints.restore(self)
         if self.step >= self.last_step and resumed:
             return self.repeat_summary()
+        self.sync.begin()
         self.check_replicas()
         self.writer.open(step=self.step)
         self.warm_up()
@@ -373,6 +375,7 @@ class Trainer:
         """Take up training where `state` left it, at this world size or another."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         if len(state["statistics_by_rank"]) == self.world.world_size:

@@ -16,10 +16,10 @@ LAYERS = (
     ("config", "composition", "environment", "files", "seeding", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
      "summary", "watch", "explain", "timeline", "costs"),
-    ("trainer",),
+    ("trainer", "prediction"),
     ("run",),
-    ("command_line",),
-    ("__main__", "benchmark", "job", "verify"),
+    ("command_line", "trial"),
+    ("__main__", "benchmark", "job", "plan", "verify"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 

@@ -59,6 +59,13 @@ def test_resumed_on_another_number_of_ranks_uses_the_same_samples(
     torch.testing.assert_close(newest_checkpoint(whole)["model"], newest_checkpoint(parts)["model"])
 
 
+def test_a_run_may_go_on_in_another_memory_layout(train_in: Callable[..., Path]) -> None:
+    whole = train_in("whole", *MIDDLE, "channels_last=false")
+    train_in("parts", *MIDDLE, "channels_last=true", "max_steps=5")
+    parts = train_in("parts", *MIDDLE, "channels_last=false")
+    torch.testing.assert_close(newest_checkpoint(whole)["model"], newest_checkpoint(parts)["model"])
+
+
 def test_a_resumed_log_has_each_step_once(train_in: Callable[..., Path]) -> None:
     overrides = (*MIDDLE, "log_every_steps=2")
     train_in("run", *overrides, "max_steps=7")

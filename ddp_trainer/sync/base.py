@@ -23,6 +23,9 @@ class GradientSync:
         """Return what training calls in place of `model`; called once, before the optimizer is built."""
         return model
 
+    def begin(self) -> None:
+        """Take note that the model is now what this launch begins with, new or restored."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward keeps gradients local: all microbatches but the last."""
         return nullcontext()

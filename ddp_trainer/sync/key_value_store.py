@@ -47,7 +47,7 @@ class KeyValueStore:
             else:
                 operations.append(dist.P2POp(dist.isend, value.contiguous(), self.owner[key]))
         finish(operations)
-        return {key: total({**part, self.world.rank: values[key]}) for key, part in parts.items()}
+        return {key: total({**part, self.world.rank: values[key]}, like=values[key]) for key, part in parts.items()}
 
     def pull(self, values: dict[str, Tensor]) -> None:
         """Replace `values` by their owners'."""
@@ -75,10 +75,9 @@ def finish(operations: list[dist.P2POp]) -> None:
         request.wait()
 
 
-def total(parts: dict[int, Tensor]) -> Tensor:
-    """Return the sum of `parts` in the order of their ranks, whoever adds them up."""
-    first, *rest = (parts[rank] for rank in sorted(parts))
-    result = first.clone()
-    for part in rest:
-        result += part
+def total(parts: dict[int, Tensor], *, like: Tensor) -> Tensor:
+    """Return the sum of `parts` in the order of their ranks, whoever adds them up, in the memory format of `like`."""
+    result = torch.zeros_like(like)
+    for rank in sorted(parts):
+        result += parts[rank]
     return result

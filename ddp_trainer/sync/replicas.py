@@ -70,10 +70,18 @@ class ReplicasSync(GradientSync):
             gradients = [p.grad for p in parameters if p.grad is not None]  # None where the batch was too small
             allreduce(gradients)
 
+    def begin(self) -> None:
+        self.copy_parameters()
+
     def after_step(self, optimizer: Optimizer) -> None:
+        for other in self.replicas[1:]:
+            other.zero_grad(set_to_none=True)
+        self.copy_parameters()
+
+    @torch.no_grad()
+    def copy_parameters(self) -> None:
+        """Make all replicas equal to the first, which the optimizer updates."""
         first, *others = self.replicas
         for other in others:
-            other.zero_grad(set_to_none=True)
             for mine, new in zip(other.parameters(), first.parameters(), strict=True):
-                with torch.no_grad():
-                    mine.copy_(new, non_blocking=True)
+                mine.copy_(new, non_blocking=True)

@@ -1,0 +1,161 @@
+"""What a step takes on any number of ranks: the notes' t1 and t2 as a model of each strategy.
+
+Source: the notes' t1 ≥ t2; Hockney, The Communication Challenge for MPP, 1994 (a message costs its latency and its
+size over the bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for buckets and their overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddp_trainer.costs import product
+
+STRATEGIES = ("ddp", "allreduce, flat", "allreduce, parameter", "ring", "parameter_server, 1")
+MB = 2**20
+FIRST_BUCKET = MB
+"""DDP's first bucket is smaller than the others, so that sending begins early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """What a rank does by itself. Seconds, for a share of `batch` images."""
+
+    batch: int
+    shapes: list[tuple[int, ...]]
+    forward_backward: float
+    per_image: float
+    """How much longer forward and backward take for one more image."""
+    rest: float
+    """Data, optimizer and all else of a step."""
+    optimizer: float
+    """The optimizer's part of the rest."""
+    ready: list[float]
+    """When each parameter's gradient is there, counted from the beginning of forward."""
+    copy: float
+    """Copying all gradients into one vector and back."""
+    add: float
+    """Adding one such vector to another."""
+
+    @property
+    def size(self) -> float:
+        """The bytes of all gradients."""
+        return 4.0 * sum(product(shape) for shape in self.shapes)
+
+    def at(self, batch: float) -> Compute:
+        """Return the same for a share of `batch` images."""
+        forward_backward = max(1e-9, self.forward_backward + self.per_image * (batch - self.batch))
+        stretch = forward_backward / self.forward_backward
+        return replace(
+            self, batch=int(batch), forward_backward=forward_backward, ready=[when * stretch for when in self.ready]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """What a message costs. Seconds, and bytes per second in each direction."""
+
+    latency: float
+    """Of a round of a collective: a message there."""
+    bandwidth: float
+    """Of a collective."""
+    pair_latency: float
+    """Of an exchange between two neighbours, sent and received one by one."""
+    pair_bandwidth: float
+    message: float
+    """The host's own time for a message among many."""
+
+    @classmethod
+    def given(cls, *, latency: float, bandwidth: float) -> Network:
+        """Return a network of which no more is known."""
+        return cls(latency=latency, bandwidth=bandwidth, pair_latency=latency, pair_bandwidth=bandwidth, message=0.0)
+
+    def all_reduce(self, size: float, world_size: int) -> float:
+        """Return the seconds of all-reducing `size` bytes around a ring of `world_size` ranks."""
+        return 2 * (world_size - 1) * (self.latency + size / world_size / self.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A step of one strategy. Seconds."""
+
+    strategy: str
+    world_size: int
+    step: float
+    exposed: float
+    """Communication that nothing hides."""
+    efficiency: float
+    """The step of one rank alone over this one: 1 is linear scaling."""
+
+
+def predict(
+    strategy: str, compute: Compute, network: Network, world_size: int, *, bucket_cap_mb: int = 25
+) -> Prediction:
+    """Return what a step of `strategy` takes on `world_size` ranks that have `compute.batch` images each."""
+    alone = compute.forward_backward + compute.rest
+    exposed = 0.0
+    if world_size > 1:
+        match strategy:
+            case "ddp":
+                exposed = exposed_by_ddp(compute, network, world_size, bucket_cap_mb=bucket_cap_mb)
+            case "allreduce, flat":
+                exposed = compute.copy + network.all_reduce(compute.size, world_size)
+            case "allreduce, parameter":
+                exposed = sum(network.all_reduce(4.0 * product(shape), world_size) for shape in compute.shapes)
+            case "ring":
+                part = compute.size / world_size / network.pair_bandwidth
+                exposed = compute.copy + 2 * (world_size - 1) * (network.pair_latency + part)
+                exposed += compute.add * (world_size - 1) / world_size
+            case "parameter_server, 1":
+                exposed = exposed_by_server(compute, network, world_size)
+            case _:
+                raise ValueError(f"there is no model of {strategy}")
+    return Prediction(
+        strategy=strategy, world_size=world_size, step=alone + exposed, exposed=exposed,
+        efficiency=alone / (alone + exposed),
+    )  # fmt: skip
+
+
+def exposed_by_ddp(compute: Compute, network: Network, world_size: int, *, bucket_cap_mb: int) -> float:
+    """Return the seconds from the end of backward until the last bucket has been reduced.
+
+    A bucket leaves when the last of its gradients is there and the one before it has arrived.
+    """
+    arrived = 0.0
+    for size, ready in buckets(compute, bucket_cap_mb=bucket_cap_mb):
+        arrived = max(arrived, ready) + network.all_reduce(size, world_size)
+    return max(0.0, arrived - compute.forward_backward)
+
+
+def buckets(compute: Compute, *, bucket_cap_mb: int) -> list[tuple[float, float]]:
+    """Return DDP's buckets, (bytes, ready at), in the order in which they are sent: the last layer's first."""
+    order = sorted(range(len(compute.shapes)), key=lambda index: compute.ready[index])
+    found: list[tuple[float, float]] = []
+    size, ready, cap = 0.0, 0.0, float(FIRST_BUCKET)
+    for index in order:
+        size, ready = size + 4.0 * product(compute.shapes[index]), compute.ready[index]
+        if size >= cap:
+            found.append((size, ready))
+            size, cap = 0.0, bucket_cap_mb * float(MB)
+    return [*found, (size, ready)] if size else found
+
+
+def exposed_by_server(compute: Compute, network: Network, world_size: int) -> float:
+    """Return the seconds of pushing to one server and pulling from it: its link carries every other rank's all."""
+    others = world_size - 1
+    one_way = network.pair_latency + others * (
+        compute.size / network.pair_bandwidth + len(compute.shapes) * network.message
+    )
+    return 2 * one_way + others * compute.add
+
+
+def smallest_hiding_batch(compute: Compute, network: Network, world_size: int) -> int | None:
+    """Return the smallest share at which t1 ≥ t2: forward and backward last as long as all-reducing all gradients.
+
+    None if there is none below a million images.
+    """
+    needed = network.all_reduce(compute.size, world_size)
+    fixed = compute.forward_backward - compute.per_image * compute.batch
+    if compute.per_image <= 0:
+        return None
+    batch = max(1, int(-(-(needed - fixed) // compute.per_image)))
+    return batch if batch < 1_000_000 else None
