@@ -19,7 +19,7 @@ LAYERS = (
     ("trainer",),
     ("run",),
     ("command_line",),
-    ("__main__", "job", "verify"),
+    ("__main__", "agent", "job", "verify"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 
