@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Self
 
@@ -42,7 +44,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-MessageTimeout=60
+MessageTimeout=20
 SlurmdTimeout=15
 ReturnToService=2
 SlurmdParameters=config_overrides
@@ -189,12 +191,10 @@ class SlurmCluster:
 
     def show(self, job_id: int) -> list[dict[str, str]]:
         """Return SLURM's records of a job: several for an array, which its id names as a whole."""
-        lines = self.run("scontrol", "--oneliner", "show", "job", str(job_id)).splitlines()
-        return [
-            dict(word.split("=", 1) for word in line.split() if "=" in word)
-            for line in lines
-            if line.startswith("JobId=")
-        ]
+        text = self.run("scontrol", "show", "job", str(job_id))
+        records = [re.findall(r"(\S+?)=(\S*)", record) for record in re.split(r"\n\n(?=JobId=)", text)]
+        # The job's own arguments, which may be anything, stand in the middle: after all fields but the last few.
+        return [dict(reversed(fields)) | {"StdOut": dict(fields)["StdOut"]} for fields in records]
 
     def wait(self, job_id: int, *, deadline: float = 180) -> str:
         """Return the state in which a job ended, of an array the first that is not COMPLETED if there is one.
@@ -208,12 +208,21 @@ class SlurmCluster:
             jobs = self.show(job_id)
             for job in jobs:
                 if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
-                    self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now", check=False)
+                    self.hasten(job)
             states = [job["JobState"] for job in jobs]
-            return FINAL.issuperset(states)
+            return all(map(self._is_over, jobs))
 
         until(is_over, f"job {job_id} is over", deadline=deadline, report=lambda: f"{states}\n{self.output(job_id)}")
         return next((state for state in states if state != "COMPLETED"), "COMPLETED")
+
+    def _is_over(self, job: dict[str, str]) -> bool:
+        is_to_be_requeued = job["JobState"] == "NODE_FAIL" and job["Requeue"] == "1"
+        return job["JobState"] in FINAL and not is_to_be_requeued
+
+    def hasten(self, job: dict[str, str]) -> None:
+        """Let a requeued job begin in seconds; in the second of its end, nodes would refuse it as ended."""
+        if datetime.fromisoformat(job["StartTime"]) > datetime.now() + timedelta(seconds=10):
+            self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now+3", check=False)
 
     def output(self, job_id: int) -> str:
         """Return what a job has printed so far, of an array one task after the other."""
