@@ -207,8 +207,7 @@ class SlurmCluster:
             nonlocal states
             jobs = self.show(job_id)
             for job in jobs:
-                if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
-                    self.hasten(job)
+                self.hasten(job)
             states = [job["JobState"] for job in jobs]
             return all(map(self._is_over, jobs))
 
@@ -221,7 +220,8 @@ class SlurmCluster:
 
     def hasten(self, job: dict[str, str]) -> None:
         """Let a requeued job begin in seconds; in the second of its end, nodes would refuse it as ended."""
-        if datetime.fromisoformat(job["StartTime"]) > datetime.now() + timedelta(seconds=10):
+        is_waiting = job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"
+        if is_waiting and datetime.fromisoformat(job["StartTime"]) > datetime.now() + timedelta(seconds=10):
             self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now+3", check=False)
 
     def output(self, job_id: int) -> str:

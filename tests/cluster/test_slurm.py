@@ -56,8 +56,9 @@ class Jobs:
 
     def until_it_waits(self, job: int, restarts: int) -> None:
         """Wait until the job is back in the queue after so many starts, and let it begin soon."""
+        said = ["PENDING", "BeginTime", str(restarts)]
         until(
-            lambda: [self.slurm.show(job)[0][key] for key in ("JobState", "Restarts")] == ["PENDING", str(restarts)],
+            lambda: [self.slurm.show(job)[0][key] for key in ("JobState", "Reason", "Restarts")] == said,
             f"job {job} is in the queue again", deadline=240, report=lambda: self.slurm.output(job),
         )  # fmt: skip
         self.slurm.hasten(self.slurm.show(job)[0])
