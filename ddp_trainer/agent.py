@@ -6,6 +6,7 @@ first has refused the user's input, and has said so; else 1, with the cause as t
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -16,6 +17,7 @@ from ddp_trainer.command_line import USER_ERROR
 
 def main() -> None:
     """Run torchrun, and exit with the code of the rank that failed first if that is 2, else with 1."""
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # tells it as well
     try:
         torchrun()
     except ChildFailedError as error:
