@@ -220,8 +220,8 @@ class SlurmCluster:
 
     def hasten(self, job: dict[str, str]) -> None:
         """Let a requeued job begin in seconds; in the second of its end, nodes would refuse it as ended."""
-        is_waiting = job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"
-        if is_waiting and datetime.fromisoformat(job["StartTime"]) > datetime.now() + timedelta(seconds=10):
+        begins, soon = job["StartTime"], (datetime.now() + timedelta(seconds=10)).isoformat()
+        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime" and soon < begins != "Unknown":
             self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now+3", check=False)
 
     def output(self, job_id: int) -> str:

@@ -196,7 +196,7 @@ def test_the_time_limit_requeues_and_scancel_does_not(jobs: Jobs) -> None:
 def test_bad_input_is_one_error_and_no_requeue(jobs: Jobs) -> None:
     train_on(1, *SHORT, f"output_dir={jobs.folder}", "name=taken", "epochs=1")
     bad = {
-        jobs.submit(*SHORT, "optimizer.lr=nan"): "error: optimizer.lr=nan must be a number",
+        jobs.submit(*SHORT, "optimizer.lr=nan"): "error: optimizer.lr=nan must be greater than 0",
         jobs.submit(*SHORT, "name=taken", "seed=1"): f"error: {jobs.folder}/taken holds a run of another config",
         jobs.submit(*SHORT, options=("--nodes=1",), DDP_TRAINER_RANKS_PER_NODE="13"): "error: global_batch_size=12",
     }
