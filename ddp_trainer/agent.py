@@ -14,10 +14,14 @@ from torch.distributed.run import main as torchrun
 
 from ddp_trainer.command_line import USER_ERROR
 
+QUIET = ("multiprocessing.api", "agent.server.api")
+"""What logs that a rank failed, as the cause told below does, or that the first node has ended before this one."""
+
 
 def main() -> None:
     """Run torchrun, and exit with the code of the rank that failed first if that is 2, else with 1."""
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # tells it as well
+    for name in QUIET:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         torchrun()
     except ChildFailedError as error:
