@@ -19,7 +19,7 @@ LAYERS = (
     ("trainer", "prediction"),
     ("run",),
     ("command_line", "trial"),
-    ("__main__", "benchmark", "job", "plan", "verify"),
+    ("__main__", "agent", "benchmark", "job", "plan", "verify"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 
