@@ -19,7 +19,9 @@ LAYERS = (
     ("trainer",),
     ("run",),
     ("command_line",),
-    ("__main__", "job", "verify"),
+    ("job", "verify"),
+    ("launchers",),
+    ("__main__",),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 

@@ -78,13 +78,19 @@ def test_the_wheel_brings_its_groups_and_its_command(installed: Path, tmp_path: 
     assert "name: resnet18" in done.output
 
 
+def test_the_wheel_brings_its_launchers(installed: Path, tmp_path: Path) -> None:
+    done = in_wheel(installed, "ddp-trainer", "--multirun", "hydra/launcher=torchrun", "hydra.launcher.max_parallel=0",
+                    cwd=tmp_path)  # fmt: skip
+    assert done.output == "error: hydra.launcher.max_parallel=0 must be greater than 0\n"
+
+
 def test_the_wheel_holds_the_package_and_nothing_of_the_checkout(wheel: Path) -> None:
     listing = subprocess.run(
         [sys.executable, "-m", "zipfile", "--list", str(wheel)], capture_output=True, text=True, check=True
     )
     names = {line.split()[0] for line in listing.stdout.splitlines()[1:]}
     assert {"ddp_trainer/py.typed", "ddp_trainer/conf/config.yaml"} <= names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_trainer"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_trainer", "hydra_plugins"}
 
 
 # --- what the papers say --------------------------------------------------------------------------
