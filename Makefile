@@ -16,10 +16,11 @@ chaos: .venv/installed  ## kill, stop, cut, flip and fill up what can be; a tabl
 cluster: .venv/installed-sweep  ## SLURM, hosts of network namespaces and a container build; as root, on Debian
 	$(BIN)/pytest tests/cluster
 
-check: .venv/installed  ## style and types
+check: .venv/installed  ## style and types; shellcheck is Debian's
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	shellcheck launch/* .ci/run docs/images/*.sh
 
 bench: .venv/installed-bench  ## side by side with plain DDP, Lightning and Accelerate, interleaved
 	$(BIN)/python benchmarks/compare.py --model lenet

@@ -19,7 +19,7 @@ LAYERS = (
     ("trainer",),
     ("run",),
     ("command_line",),
-    ("job", "verify"),
+    ("agent", "job", "verify"),
     ("launchers",),
     ("__main__",),
 )  # fmt: skip

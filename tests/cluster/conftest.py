@@ -1,0 +1,7 @@
+"""Fixtures of the cluster tests."""
+
+from __future__ import annotations
+
+from cluster.slurm import slurm
+
+__all__ = ["slurm"]

@@ -1,0 +1,277 @@
+"""A real SLURM cluster on this host: a controller, a munge daemon and a few nodes, for as long as a test session."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+from conftest import clean_environment
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "mount")
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+FirstJobId={port}
+MinJobAge=86400
+JobRequeue=1
+ProctrackType=proctrack/cgroup
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+MessageTimeout=60
+SlurmdTimeout=15
+ReturnToService=2
+SlurmdParameters=config_overrides
+GresTypes=gpu
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
+"""
+NODE = "NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=4 Gres=gpu:2"
+
+
+class SlurmCluster:
+    """`size` nodes of 4 CPUs and 2 GPUs (counted by SLURM, there or not), tracked by cgroup as in production.
+
+    Partition ``main`` is the default; a job in ``urgent`` preempts what runs there. Nothing of it outlives `stop`.
+    Job ids and node names are those of no other cluster on this host.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder = folder
+        self.config = folder / "slurm.conf"
+        port, *self._node_ports = free_ports(1 + size)
+        self.nodes = [f"n{port}-{number}" for number in range(size)]
+        self.environment = {"SLURM_CONF": str(self.config)}
+        """What a command needs in its environment to find this cluster."""
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._cgroup = folder / "cgroup" / "freezer"
+        self._write(port)
+
+    def _write(self, port: int) -> None:
+        host = socket.gethostname().partition(".")[0]
+        nodes = [
+            NODE.format(name=name, host=host, port=own) for name, own in zip(self.nodes, self._node_ports, strict=True)
+        ]
+        self.config.write_text(SLURM_CONF.format(host=host, port=port, folder=self.folder, nodes="\n".join(nodes)))
+        (self.folder / "cgroup.conf").write_text(
+            f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self._cgroup.parent}\nCgroupAutomount=no\n"
+        )
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        for name in ("state", "output"):
+            (self.folder / name).mkdir()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # --- daemons ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all daemons and wait until all nodes are idle."""
+        self._cgroup.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "freezer", self._cgroup], check=True)
+        self._start("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket",
+                    f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munged.pid",
+                    f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed")  # fmt: skip
+        until(lambda: (self.folder / "munge.socket").exists(), "munged has its socket")
+        self._start("slurmctld", "slurmctld", "-D", "-f", str(self.config))
+        until(lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers")
+        for name in self.nodes:
+            self.start_node(name)
+        until(lambda: all(self.node_state(name) == "IDLE" for name in self.nodes), "all nodes are idle")
+
+    def start_node(self, name: str) -> None:
+        """Start the slurmd of a node."""
+        self._start(name, "slurmd", "-D", "-f", str(self.config), "-N", name, NODE_UNDER_TEST=name)
+
+    def _start(self, name: str, *command: str, **extra: str) -> None:
+        with (self.folder / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                command, env=clean_environment(**self.environment, **extra), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill_node(self, name: str) -> None:
+        """End a node as a power cut does: SIGKILL for its slurmd and for all that it had started."""
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
+        self._kill_all(lambda variables: belongs_to_node(variables, name))
+
+    def stop(self) -> None:
+        """End all jobs, daemons and mounts of this cluster."""
+        if "slurmctld" in self._daemons:
+            self.run("scancel", "--user=root", check=False)
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline and self.run("squeue", "--noheader", check=False):
+                time.sleep(0.2)
+        for daemon in reversed(list(self._daemons.values())):
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+        self._kill_all(lambda variables: f"SLURM_CONF={self.config}" in variables)
+        if self._cgroup.is_mount():
+            for name in self.nodes:
+                remove_cgroup(self._cgroup / f"slurm_{name}")
+            subprocess.run(["umount", self._cgroup], check=True)
+
+    def _kill_all(self, is_victim: Callable[[set[str]], bool]) -> None:
+        """SIGKILL every process of this cluster with such an environment, and wait until it is gone."""
+
+        def kill() -> bool:
+            victims = [
+                pid for pid, variables in environments()
+                if f"SLURM_CONF={self.config}" in variables and is_victim(variables)
+            ]  # fmt: skip
+            for pid in victims:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            return not victims
+
+        until(kill, "the killed processes are gone")
+
+    # --- jobs ---------------------------------------------------------------------------------------
+
+    def run(self, *command: str, check: bool = True, cwd: Path | None = None, **extra: str) -> str:
+        """Return what a command of SLURM's printed; with `check`, fail the test unless it exits 0."""
+        done = subprocess.run(
+            command, env=clean_environment(**self.environment, **extra), cwd=cwd, text=True, timeout=90,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout}"
+        return done.stdout.strip()
+
+    def submit(self, *arguments: str, cwd: Path | None = None, **extra: str) -> int:
+        """Hand a job to ``sbatch`` and return its id; `extra` is its environment's."""
+        output = f"--output={self.folder}/output/%j.out"
+        return int(self.run("sbatch", "--parsable", output, *arguments, check=True, cwd=cwd, **extra))
+
+    def show(self, job_id: int) -> list[dict[str, str]]:
+        """Return SLURM's records of a job: several for an array, which its id names as a whole."""
+        lines = self.run("scontrol", "--oneliner", "show", "job", str(job_id)).splitlines()
+        return [
+            dict(word.split("=", 1) for word in line.split() if "=" in word)
+            for line in lines
+            if line.startswith("JobId=")
+        ]
+
+    def wait(self, job_id: int, *, deadline: float = 180) -> str:
+        """Return the state in which a job ended, of an array the first that is not COMPLETED if there is one.
+
+        A requeued job would have to wait two minutes for its turn: it is let go at once.
+        """
+        states: list[str] = []
+
+        def is_over() -> bool:
+            nonlocal states
+            jobs = self.show(job_id)
+            for job in jobs:
+                if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+                    self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now", check=False)
+            states = [job["JobState"] for job in jobs]
+            return FINAL.issuperset(states)
+
+        until(is_over, f"job {job_id} is over", deadline=deadline, report=lambda: f"{states}\n{self.output(job_id)}")
+        return next((state for state in states if state != "COMPLETED"), "COMPLETED")
+
+    def output(self, job_id: int) -> str:
+        """Return what a job has printed so far, of an array one task after the other."""
+        files = [Path(job["StdOut"]) for job in self.show(job_id)]
+        return "".join(file.read_text() for file in files if file.exists())
+
+    def node_state(self, name: str) -> str:
+        """Return a node's state: IDLE, ALLOCATED, MIXED, DOWN …, with SLURM's flags."""
+        words = self.run("scontrol", "--oneliner", "show", "node", name, check=False).split()
+        return next((word.partition("=")[2] for word in words if word.startswith("State=")), "UNKNOWN")
+
+
+def until(
+    is_so: Callable[[], bool], what: str, *, deadline: float = 60, report: Callable[[], str] = lambda: ""
+) -> None:
+    """Wait until `is_so`; fail the test after `deadline` seconds."""
+    end = time.monotonic() + deadline
+    while not is_so():
+        if time.monotonic() > end:
+            pytest.fail(f"not so after {deadline} s: {what}\n{report()}")
+        time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return so many ports that nothing listens on."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def environments() -> Iterator[tuple[int, set[str]]]:
+    """Yield the id and the environment of every process that still has one."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                yield int(entry.name), set((entry / "environ").read_bytes().decode(errors="replace").split("\0"))
+            except OSError:
+                continue
+
+
+def belongs_to_node(variables: set[str], name: str) -> bool:
+    """Say whether a process with this environment was started by the slurmd of node `name`."""
+    return f"NODE_UNDER_TEST={name}" in variables or f"SLURMD_NODENAME={name}" in variables
+
+
+def remove_cgroup(folder: Path) -> None:
+    """Remove a cgroup without processes, and those in it: its files go with it."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        os.rmdir(path)
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A running cluster of four nodes; needs root and Debian's slurm-wlm and munge."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"needs root, and apt-get install slurm-wlm munge ({' '.join(missing)})")
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), size=4) as cluster:
+        yield cluster

@@ -1,0 +1,219 @@
+"""launch/slurm.sbatch on a real cluster: what it makes of a job, and what becomes of a run that is disturbed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, train_on
+
+from cluster.slurm import SlurmCluster, until
+from ddp_trainer.verify import CHECKS
+
+SCRIPT = str(Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch")
+LONG = (*TINY, "epochs=150", "num_threads=1", "checkpoint.every_steps=4")
+"""1,200 steps: time enough to be disturbed several times."""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def newest(run_dir: Path) -> str:
+    return max((path.name for path in (run_dir / "checkpoints").glob("step-*.pt")), default="")
+
+
+class Jobs:
+    """Submits the script from an empty folder, below which the runs go."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+
+    def submit(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **extra: str) -> int:
+        words = (*options, SCRIPT, *overrides, f"output_dir={self.folder}")
+        return self.slurm.submit(*words, cwd=self.folder, **({"DDP_TRAINER_PYTHON": sys.executable} | extra))
+
+    def finish(self, job: int) -> str:
+        """Wait until the job is over, fail the test unless all went well, and return what was printed."""
+        state, output = self.slurm.wait(job, deadline=600), self.slurm.output(job)
+        assert state == "COMPLETED", output
+        for record in self.slurm.show(job):
+            assert not list(self.folder.rglob(f".slurm-{record['JobId']}"))
+        return output
+
+    def until_it_trains(self, job: int, name: str) -> None:
+        """Wait until there is a checkpoint that was not there before."""
+        before = newest(self.folder / name)
+        until(
+            lambda: newest(self.folder / name) > before and self.slurm.show(job)[0]["JobState"] == "RUNNING",
+            f"{name} has a checkpoint after {before}", deadline=240, report=lambda: self.slurm.output(job),
+        )  # fmt: skip
+
+    def until_it_waits(self, job: int, restarts: int) -> None:
+        """Wait until the job is back in the queue after so many starts."""
+        until(
+            lambda: [self.slurm.show(job)[0][key] for key in ("JobState", "Restarts")] == ["PENDING", str(restarts)],
+            f"job {job} is in the queue again", deadline=240, report=lambda: self.slurm.output(job),
+        )  # fmt: skip
+
+    def let_go(self, job: int) -> None:
+        """Start a requeued job at once."""
+        self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+@pytest.fixture
+def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
+    return Jobs(slurm, tmp_path)
+
+
+def trained_state(run_dir: Path) -> dict[str, Any]:
+    state = newest_checkpoint(run_dir)
+    state.pop("config")
+    state["progress"].pop("seconds")
+    return state
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What LONG comes to on two ranks that are left alone."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train_on(2, *LONG, f"output_dir={folder}", "name=alone", deadline=600)
+    return trained_state(folder / "alone")
+
+
+# --- what a job gives -----------------------------------------------------------------------------
+
+
+def test_a_job_on_two_nodes_trains_with_the_python_of_its_folder(jobs: Jobs) -> None:
+    (jobs.folder / ".venv").symlink_to(sys.prefix)
+    job = jobs.submit(*TINY, "name=plain", DDP_TRAINER_PYTHON="", VIRTUAL_ENV="", CONDA_PREFIX="")
+    output = jobs.finish(job)
+    assert "test acc" in output.splitlines()[-1]
+    assert not [line for line in output.splitlines() if "warn" in line.lower() or "error" in line]
+    assert read_summary(jobs.folder / "plain")["world_size"] == 2
+
+
+def test_ranks_follow_from_what_the_job_asked_for(jobs: Jobs) -> None:
+    asked: dict[str, tuple[tuple[str, ...], dict[str, str], int]] = {
+        "gpus": (("--nodes=2", "--gpus-per-node=2"), {}, 4),
+        "gpus-by-task": (("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1"), {}, 2),
+        "tasks": (("--nodes=1", "--ntasks-per-node=3"), {}, 3),
+        "cpus": (("--nodes=1", "--cpus-per-task=2"), {}, 1),
+        "variable": (("--nodes=1", "--gpus-per-node=1"), {"DDP_TRAINER_RANKS_PER_NODE": "2"}, 2),
+    }
+    started = [
+        jobs.submit(*TINY, f"name={name}", options=options, **extra) for name, (options, extra, _) in asked.items()
+    ]
+    for job in started:
+        jobs.finish(job)
+    assert {name: read_summary(jobs.folder / name)["world_size"] for name in asked} == {
+        name: ranks for name, (_, _, ranks) in asked.items()
+    }
+
+
+def test_hostile_arguments_reach_hydra_unchanged(jobs: Jobs) -> None:
+    name = 'it\'s $(touch owned) `id` "q" * ~ \\t; & #\n-- end'
+    quoted = name.replace("\\", "\\\\").replace("'", "\\'")
+    jobs.finish(jobs.submit(*TINY, f"name='{quoted}'", options=("--nodes=1",)))
+    assert [path.name for path in jobs.folder.iterdir()] == [name]
+    assert read_summary(jobs.folder / name)["world_size"] == 1
+
+
+def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) -> None:
+    sweep = ("seed=0,1", "optimizer.lr=0.1,0.2")
+    array = jobs.submit(
+        *TINY, "epochs=40", "checkpoint.every_steps=4", *sweep, "name=sweep", options=("--array=0-3", "--nodes=1")
+    )
+    until(lambda: len(list(jobs.folder.glob("sweep/*/checkpoints/step-*.pt"))) > 0, "the sweep trains", deadline=240)
+    until(lambda: len(jobs.slurm.show(array)) == 4, "all of the sweep run", deadline=240)
+    jobs.slurm.run("scancel", "--signal=USR2", "--batch", f"{array}_3")  # the one whose own id is the array's
+    jobs.finish(array)
+    restarts = {record["ArrayTaskId"]: record["Restarts"] for record in jobs.slurm.show(array)}
+    assert restarts == {"0": "0", "1": "0", "2": "0", "3": "1"}
+    runs = sorted((jobs.folder / "sweep").iterdir())
+    assert len(runs) == 4
+    assert [read_summary(run)["steps"] for run in runs] == [320] * 4
+
+
+# --- a run that is disturbed -----------------------------------------------------------------------
+
+
+def test_softly_stopped_three_times_it_ends_as_if_left_alone(jobs: Jobs, undisturbed: dict[str, Any]) -> None:
+    job = jobs.submit(*LONG, "name=run", "resume=never")
+    stops: list[Callable[[], object]] = [
+        lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
+        lambda: jobs.slurm.submit("--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname"),  # preempts
+        lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
+    ]
+    for number, stop in enumerate(stops, 1):
+        jobs.until_it_trains(job, "run")
+        stop()
+        jobs.until_it_waits(job, restarts=number)
+        assert (jobs.folder / "run" / "stopped").exists()
+        jobs.let_go(job)
+    output = jobs.finish(job)
+    assert output.count("stopped softly: requeueing job") == 3
+    assert not (jobs.folder / "run" / "stopped").exists()
+    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
+    assert [problem for check in CHECKS for problem in check(jobs.folder / "run")] == []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_loss_of_a_node_loses_nothing(jobs: Jobs, undisturbed: dict[str, Any], number: int) -> None:
+    """Node 0 runs the batch script and rank 0's store, node 1 only its rank."""
+    job = jobs.submit(*LONG, "name=run")
+    jobs.until_it_trains(job, "run")
+    node = jobs.slurm.run("scontrol", "show", "hostnames", jobs.slurm.show(job)[0]["NodeList"]).split()[number]
+    jobs.slurm.kill_node(node)
+    try:
+        jobs.finish(job)
+    finally:
+        jobs.slurm.start_node(node)
+        until(lambda: jobs.slurm.node_state(node) == "IDLE", f"{node} is back", deadline=120)
+    assert jobs.slurm.show(job)[0]["Restarts"] == "1"
+    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
+    assert [problem for check in CHECKS for problem in check(jobs.folder / "run")] == []
+
+
+def test_the_time_limit_requeues_and_scancel_does_not(jobs: Jobs) -> None:
+    job = jobs.submit(*LONG, "epochs=100000", "name=run", options=("--nodes=2", "--time=1", "--signal=B:USR2@10"))
+    jobs.until_it_waits(job, restarts=1)
+    assert (jobs.folder / "run" / "stopped").exists()
+    jobs.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    jobs.let_go(job)
+    jobs.until_it_trains(job, "run")
+    jobs.slurm.run("scancel", str(job))
+    assert jobs.slurm.wait(job) == "CANCELLED"
+    assert jobs.slurm.show(job)[0]["Restarts"] == "1"
+    assert jobs.slurm.output(job).count("requeueing") == 1
+
+
+# --- what no restart can mend ----------------------------------------------------------------------
+
+
+def test_bad_input_is_one_error_and_no_requeue(jobs: Jobs) -> None:
+    train_on(1, *TINY, f"output_dir={jobs.folder}", "name=taken", "epochs=1")
+    bad = {
+        jobs.submit(*TINY, "optimizer.lr=nan"): "error: optimizer.lr=nan must be a number",
+        jobs.submit(*TINY, "name=taken", "seed=1"): f"error: {jobs.folder}/taken holds a run of another config",
+        jobs.submit(*TINY, options=("--nodes=1",), DDP_TRAINER_RANKS_PER_NODE="13"): "error: global_batch_size=12",
+    }
+    for job, error in bad.items():
+        assert jobs.slurm.wait(job) == "FAILED"
+        [record], output = jobs.slurm.show(job), jobs.slurm.output(job)
+        assert (record["ExitCode"], record["Restarts"]) == ("2:0", "0"), output
+        [line] = [line for line in output.splitlines() if not line.startswith(("srun: ", "slurmstepd-"))]
+        assert line.startswith(error)
+    assert not list(jobs.folder.glob(".slurm-*"))
+
+
+def test_a_job_that_always_fails_is_given_up(jobs: Jobs) -> None:
+    job = jobs.submit(*TINY, "name=bad one", "optimizer.lr=1e30", "scheduler=constant", DDP_TRAINER_MAX_RESTARTS="1")
+    assert jobs.slurm.wait(job, deadline=400) == "FAILED"
+    [record], output = jobs.slurm.show(job), jobs.slurm.output(job)
+    assert (record["ExitCode"], record["Restarts"]) == ("1:0", "1"), output
+    assert output.count("requeueing job") == 1
+    assert output.splitlines()[-1].startswith("slurm.sbatch: gave up: 2 starts in a row have made no checkpoint")
+    assert f"to go on: sbatch --nodes=2 {SCRIPT}" in output
+    assert r"name=bad\ one" in output
