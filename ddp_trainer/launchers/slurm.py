@@ -7,6 +7,7 @@ launching executes the same script with a job file.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -30,8 +31,10 @@ class SlurmLauncherConfig:
     """Nodes of a job."""
     gpus_per_node: int | None = None
     """GPUs on each node, a rank for each."""
+    ntasks_per_node: int | None = None
+    """Ranks on each node that has no GPUs."""
     cpus_per_task: int | None = None
-    """Cores on each node, of which there is one task with all ranks."""
+    """Cores of a rank."""
     time: str | None = None
     """Limit of a job, as sbatch takes it: minutes, or 'hours:minutes:seconds'; an unfinished job is requeued."""
     partition: str | None = None
@@ -54,6 +57,7 @@ class SlurmLauncher(JobLauncher):
         self,
         nodes: int,
         gpus_per_node: int | None,
+        ntasks_per_node: int | None,
         cpus_per_task: int | None,
         time: str | None,
         partition: str | None,
@@ -65,13 +69,14 @@ class SlurmLauncher(JobLauncher):
         self.options = {
             "nodes": nodes,
             "gpus-per-node": gpus_per_node,
+            "ntasks-per-node": ntasks_per_node,
             "cpus-per-task": cpus_per_task,
             "time": time,
             "partition": partition,
         }
 
     def check_options(self) -> None:
-        for option in ("nodes", "gpus-per-node", "cpus-per-task"):
+        for option in ("nodes", "gpus-per-node", "ntasks-per-node", "cpus-per-task"):
             require_positive(f"hydra.launcher.{option.replace('-', '_')}", self.options[option])
         require_positive("hydra.launcher.poll_seconds", self.poll_seconds)
 
@@ -132,7 +137,7 @@ class SlurmLauncher(JobLauncher):
 
 def files_of(job: Job) -> tuple[str, Path, Path]:
     """Return a job's name in SLURM, which is that of its config, its job file and where its output goes."""
-    name = f"{job.config.name}-{digest(job.config)[:12]}"
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest(job.config)[:12]}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
     return name, folder / f"{name}.json", folder / f"{name}.log"
 
@@ -176,8 +181,9 @@ def slurm(*command: str) -> str:
 
 
 def outside_of_jobs() -> dict[str, str]:
-    """Return this environment without what SLURM has put there, should the sweep itself run in a job."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    """Return this environment without what SLURM has put there, should the sweep run in a job, and with our Python."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    return {"DDP_TRAINER_PYTHON": sys.executable} | kept
 
 
 def script() -> Path:

@@ -130,7 +130,7 @@ class Torchrun:
         self.job, self.prefix = job, prefix
         self.kept: deque[str] = deque(maxlen=KEPT_LINES)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+            [sys.executable, "-m", "ddp_trainer.agent", "--standalone", f"--nproc_per_node={ranks}",
              "-m", "ddp_trainer.job", "run", str(file)],
             env=os.environ | environment, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C is for the sweep: it stops its jobs softly
