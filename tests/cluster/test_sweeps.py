@@ -58,8 +58,8 @@ def test_ctrl_c_leaves_the_jobs_to_slurm_and_the_same_command_waits_for_them(
     arguments = [*ON_SLURM, "hydra.launcher.sbatch_args=[--hold]", *CHEAP, "global_batch_size=97,12",
                  f"output_dir={tmp_path}", "name=a"]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_trainer", *arguments], env=clean_environment(SLURM_CONF=str(slurm.config)), text=True,
-        cwd=tmp_path, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "ddp_trainer", *arguments], env=clean_environment(SLURM_CONF=str(slurm.config)),
+        cwd=tmp_path, start_new_session=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
