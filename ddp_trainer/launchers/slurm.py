@@ -6,6 +6,7 @@ launching executes the same script with a job file.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -81,10 +82,25 @@ class SlurmLauncher(JobLauncher):
         require_positive("hydra.launcher.poll_seconds", self.poll_seconds)
 
     def check(self, config: Config) -> None:
-        """How many ranks there will be is known on the nodes only: the script checks it there."""
+        on_a_node = self.options["gpus-per-node"] or self.options["ntasks-per-node"] or 1
+        config.check_world_size(self.options["nodes"] * on_a_node)
 
     def run(self, jobs: Sequence[Job]) -> None:
         submitted: dict[str, Job] = {}
+        try:
+            self.submit_all(jobs, submitted)
+            self.wait(submitted)
+        except KeyboardInterrupt:
+            left = " ".join(submitted)
+            print(f"SLURM goes on with {left}: to end them, scancel {left}; the same command waits again", flush=True)
+            sys.exit(1)
+
+    def submit_all(self, jobs: Sequence[Job], submitted: dict[str, Job]) -> None:
+        """Submit `jobs` and enter them into `submitted`, by id.
+
+        Raises:
+            ConfigError: SLURM refuses the first.
+        """
         queued = jobs_in_queue()
         for job in jobs:
             try:
@@ -93,12 +109,6 @@ class SlurmLauncher(JobLauncher):
                 if not submitted:
                     raise
                 job.conclude(str(error))
-        try:
-            self.wait(submitted)
-        except KeyboardInterrupt:
-            left = " ".join(submitted)
-            print(f"SLURM goes on with {left}: to end them, scancel {left}; the same command waits again", flush=True)
-            sys.exit(1)
 
     def submit(self, job: Job, queued: dict[str, str]) -> str:
         """Return the SLURM id of a job: of the one that this command submitted before, if that is still queued."""
@@ -136,8 +146,9 @@ class SlurmLauncher(JobLauncher):
 
 
 def files_of(job: Job) -> tuple[str, Path, Path]:
-    """Return a job's name in SLURM, which is that of its config, its job file and where its output goes."""
-    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest(job.config)[:12]}"
+    """Return a job's name in SLURM, the same for the same config and run directory, its job file and its output."""
+    what = hashlib.sha256(f"{digest(job.config)} {job.run_dir.absolute()}".encode()).hexdigest()
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{what[:12]}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
     return name, folder / f"{name}.json", folder / f"{name}.log"
 
