@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -144,7 +145,8 @@ class Torchrun:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.kept.append(line)
-            print(f"{self.prefix}{line}", end="", flush=True)
+            with suppress(BrokenPipeError):  # nobody listens any more: that must not block the job
+                print(f"{self.prefix}{line}", end="", flush=True)
 
     def has_ended(self) -> bool:
         """Say whether the job has ended, and conclude it then."""
