@@ -74,16 +74,16 @@ def test_jobs_that_fail_sink_no_other_and_are_named_in_one_line(tmp_path: Path) 
 
 
 def test_jobs_that_cannot_run_are_refused_at_once_and_the_others_run(tmp_path: Path) -> None:
-    sweep = (*CHEAP, f"output_dir={tmp_path}", "name=a", "num_microbatches=13,1", "log_every_steps=3,4")
+    sweep = (*CHEAP, f"output_dir={tmp_path}", "name=a", "num_microbatches=13,1", "log_every_steps=3,4,3")
     done = launch(*own_torchrun(nproc_per_node=1), *sweep, deadline=240)
     assert done.code == 1, done.output
-    *refusals, start = done.output.splitlines()[:4]
+    *refusals, start = done.output.splitlines()[:5]
     assert all(line.startswith("error: ") for line in refusals), done.output
     assert " is refused: num_microbatches=13 must be at most global_batch_size=12" in refusals[0]
-    assert f" is refused: {tmp_path}/a/" in refusals[2]
-    assert refusals[2].endswith(" is the run directory of job 2 too: sweep over what changes the training")
-    assert start.startswith("job 2 (")
-    assert done.output.count("3 of 4 jobs failed: ") == 1
+    assert f" is refused: {tmp_path}/a/" in refusals[3]
+    assert refusals[3].endswith(" too: sweep over what changes the training")
+    assert start.startswith("job 3 (")
+    assert done.output.count("4 of 6 jobs failed: ") == 1  # the sixth is the fourth again: one job, one result
     assert [read_summary(path)["status"] for path in run_dirs(tmp_path / "a").values()] == ["finished"]
 
 

@@ -99,24 +99,26 @@ class JobLauncher(Launcher):
         Raises:
             ConfigError, OmegaConfBaseException, HydraException: the configs of all are at fault.
         """
-        taken: dict[Path, int] = {}
+        jobs: dict[Path, Job] = {}
         composed = [
-            self.compose(list(overrides), number, taken)
+            self.compose(list(overrides), number, jobs)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
         refused = [job for job in composed if isinstance(job, JobError)]
-        jobs = [job for job in composed if isinstance(job, Job)]
         if refused and not jobs:
             raise refused[0].__cause__ or refused[0]
         for refusal in refused:
             print(f"error: {refusal}", file=sys.stderr, flush=True)
-        self.run(jobs)
+        self.run(list(jobs.values()))
         results = [job.result if isinstance(job, Job) else job for job in composed]
         sum_up(results)
         return [as_return(result, overrides) for result, overrides in zip(results, job_overrides, strict=True)]
 
-    def compose(self, overrides: list[str], number: int, taken: dict[Path, int]) -> Job | JobError:
-        """Return the job that `overrides` make, or the refusal; `taken` are the run directories of other jobs."""
+    def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
+        """Return the job that `overrides` make and enter it into `jobs`, by run directory; or return the refusal.
+
+        A sampler may propose the same twice: that is one job with one result.
+        """
         swept = [override for override in overrides if override not in self.config.hydra.overrides.task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
         try:
@@ -129,12 +131,13 @@ class JobLauncher(Launcher):
                 del settings["hydra"]
             config = resolve(settings)
             self.check(config)
-            run_dir = job_dir(config)
+            job = Job(number=number, label=label, config=config, run_dir=job_dir(config))
+            first = jobs.setdefault(job.run_dir, job)
             require(
-                taken.setdefault(run_dir, number) == number,
-                f"{run_dir} is the run directory of job {taken[run_dir]} too: sweep over what changes the training",
+                first.config == config,
+                f"{job.run_dir} is the run directory of {first.label} too: sweep over what changes the training",
             )
-            return Job(number=number, label=label, config=config, run_dir=run_dir)
+            return first
         except (ConfigError, OmegaConfBaseException, HydraException) as error:
             failure = JobError(f"{label} is refused: {explain(error, overrides)}")
             failure.__cause__ = error

@@ -120,7 +120,7 @@ class TorchrunLauncher(JobLauncher):
         }
         if gpus := self.gpus_of(config, slot):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        print(f"{job.label}: {ranks} ranks in {job.run_dir}", flush=True)
+        print(f"{job.label}: {job.run_dir}, {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
         return Torchrun(job, file, ranks, environment, prefix=f"{job.number}: " if self.max_parallel > 1 else "")
 
 
