@@ -15,11 +15,11 @@ PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
     ("config", "composition", "environment", "files", "seeding", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
-     "summary", "watch", "explain", "timeline"),
+     "summary", "watch", "explain", "timeline", "costs"),
     ("trainer",),
     ("run",),
     ("command_line",),
-    ("agent", "job", "verify"),
+    ("agent", "benchmark", "job", "verify"),
     ("launchers",),
     ("__main__",),
 )  # fmt: skip
