@@ -13,7 +13,7 @@ test: .venv/installed  ## every law, with real processes
 chaos: .venv/installed  ## kill, stop, cut, flip and fill up what can be; a table of what was lost
 	$(BIN)/pytest tests/chaos
 
-cluster: .venv/installed  ## SLURM, hosts of network namespaces and a container build; as root, on Debian
+cluster: .venv/installed-sweep  ## SLURM, hosts of network namespaces and a container build; as root, on Debian
 	$(BIN)/pytest tests/cluster
 
 check: .venv/installed  ## style and types; shellcheck is Debian's
@@ -35,6 +35,10 @@ clean:  ## all that make has made
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv/installed-sweep: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sweep]'
 	@touch $@
 
 .venv/installed-bench: .venv/installed

@@ -22,9 +22,13 @@ from ddp_trainer.config import Config, ConfigError, config_dir, register_configs
 from ddp_trainer.environment import Environment, read_environment
 from ddp_trainer.explain import explain
 
-USER_ERROR = 2
+FAILURE, USER_ERROR = 1, 2
 GRACE_SECONDS = 5.0
 """How long other nodes let rank 0 speak first: torchrun ends all ranks once one has exited."""
+
+
+class JobError(Exception):
+    """A job of a sweep failed in processes of its own; ``str(error)`` says which, where and why, and has been told."""
 
 
 def for_each_job(do: Callable[[Config, Path], float | None]) -> None:
@@ -44,6 +48,8 @@ def for_each_job(do: Callable[[Config, Path], float | None]) -> None:
     try:
         check_flags()
         job()
+    except JobError:  # told by the launcher that ran the job
+        sys.exit(FAILURE)
     except Exception as error:  # from composing: what happens in a job ends there
         refuse(error)
 

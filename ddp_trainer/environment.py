@@ -74,6 +74,17 @@ def _count(name: str, variables: Mapping[str, str]) -> int:
     return int(variables[name])
 
 
+def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the `count` GPUs that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
+    named = variables.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in named.split(",")][:count] if named else [str(number) for number in range(count)]
+
+
+def torchrun_variables(num_threads: int) -> dict[str, str]:
+    """Return what torchrun needs in its environment: or it would choose a number of threads and say so."""
+    return {"OMP_NUM_THREADS": str(num_threads)}
+
+
 def usable_cores() -> int:
     """Return the number of cores this process may use: its affinity, and the container's CPU quota if lower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,9 +10,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ddp_trainer.command_line import USER_ERROR, errors_as_exit_codes, for_each_job
+from omegaconf import OmegaConf
+
+from ddp_trainer.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.composition import from_builtins, to_builtins
 from ddp_trainer.config import Config, ConfigError, require
 from ddp_trainer.environment import read_environment
@@ -60,6 +62,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     freezing = commands.add_parser("freeze", allow_abbrev=False, help="compose and check a config, write a job file")
     freezing.add_argument("file", type=Path)
     freezing.add_argument("--job", type=int, metavar="I", help="the config is a sweep: take its job number I, from 0")
+    freezing.add_argument("--from", type=Path, dest="frozen", metavar="OTHER", help="change what that job file says")
     freezing.add_argument("--world-size", type=int, metavar="N", help="check the config for so many ranks")
     running = commands.add_parser("run", allow_abbrev=False, help="train what a job file says; for torchrun")
     running.add_argument("file", type=Path)
@@ -77,20 +80,10 @@ def train(path: Path) -> None:
 
 def freeze(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Write the job file and print its run directory."""
-    jobs: list[tuple[Config, Path]] = []
-
-    def collect(config: Config, run_dir: Path) -> float:
-        jobs.append((config, run_dir))
-        return 0.0
-
-    sys.argv[1:] = overrides if arguments.job is None else ["--multirun", *overrides]
-    for_each_job(collect)
-    number = arguments.job or 0
-    if not 0 <= number < len(jobs):
-        print(f"error: --job={number} is not among the {len(jobs)} jobs of this sweep, from 0", file=sys.stderr)
-        sys.exit(USER_ERROR)
-    config, run_dir = jobs[number]
     with errors_as_exit_codes():
+        config, run_dir = (
+            refrozen(arguments.frozen, overrides) if arguments.frozen else composed(arguments.job, overrides)
+        )
         if arguments.world_size is not None:
             config.check_world_size(arguments.world_size)
         try:
@@ -99,6 +92,37 @@ def freeze(arguments: argparse.Namespace, overrides: list[str]) -> None:
         except OSError as error:
             raise ConfigError(f"job file {arguments.file} cannot be written: {error.strerror}") from error
     print(run_dir)
+
+
+def composed(number: int | None, overrides: list[str]) -> tuple[Config, Path]:
+    """Return the config and run directory that `overrides` make: of job `number` if they are a sweep.
+
+    Raises:
+        ConfigError: the sweep has no such job.
+    """
+    jobs: list[tuple[Config, Path]] = []
+
+    def collect(config: Config, run_dir: Path) -> float:
+        jobs.append((config, run_dir))
+        return 0.0
+
+    sys.argv[1:] = overrides if number is None else ["--multirun", *overrides]
+    for_each_job(collect)
+    number = number or 0
+    require(0 <= number < len(jobs), f"--job={number} is not among the {len(jobs)} jobs of this sweep, from 0")
+    return jobs[number]
+
+
+def refrozen(path: Path, changes: list[str]) -> tuple[Config, Path]:
+    """Return what the job file at `path` says, with `changes` (key=value): its run directory stays.
+
+    Raises:
+        ConfigError: it is no job file, or a rule is broken.
+        OmegaConfBaseException: a key is unknown, or a value is of another type.
+    """
+    config, run_dir = read_job(path)
+    tree = OmegaConf.merge(to_builtins(config), OmegaConf.from_dotlist(changes))
+    return from_builtins(cast(dict[str, Any], OmegaConf.to_container(tree))), run_dir
 
 
 if __name__ == "__main__":

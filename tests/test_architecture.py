@@ -19,7 +19,9 @@ LAYERS = (
     ("trainer", "prediction"),
     ("run",),
     ("command_line", "trial"),
-    ("__main__", "agent", "benchmark", "job", "plan", "verify"),
+    ("agent", "benchmark", "job", "plan", "verify"),
+    ("launchers",),
+    ("__main__",),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import TINY, Finished, assert_bitwise, compose, launch, newest_checkpoint, succeed, train_on
 
 from ddp_trainer.composition import digest, from_builtins, to_builtins
-from ddp_trainer.config import SCHEMAS, ConfigError
-from ddp_trainer.job import read_job
+from ddp_trainer.config import SCHEMAS, ConfigError, Resume
+from ddp_trainer.job import read_job, write_job
 
 
 def freeze(file: Path, *arguments: str) -> Finished:
@@ -72,6 +73,31 @@ def test_what_is_no_job_file_is_one_error(text: str | None, tmp_path: Path) -> N
         (tmp_path / "job.json").write_text(text)
     with pytest.raises(ConfigError, match="job file"):
         read_job(tmp_path / "job.json")
+
+
+def test_a_job_file_can_be_changed_into_another(tmp_path: Path) -> None:
+    freeze(tmp_path / "old.json", "model=lenet", "seed=1,2", f"output_dir={tmp_path}", "resume=never", "--job=1")
+    done = freeze(tmp_path / "new.json", f"--from={tmp_path}/old.json", "--world-size=2", "resume=auto")
+    old, new = read_job(tmp_path / "old.json"), read_job(tmp_path / "new.json")
+    assert done.output.strip() == str(new[1]) == str(old[1])
+    assert (old[0].resume, new[0]) == (Resume.never, replace(old[0], resume=Resume.auto))
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("epoch=3", "epoch=3 is unknown: did you mean epochs?"),
+        ("epochs=x", "epochs=x must be a whole number"),
+        ("epochs=0", "epochs=0 must be greater than 0"),
+        ("--world-size=257", "global_batch_size=256 must be at least the number of ranks, 257"),
+    ],
+)
+def test_a_bad_change_of_a_job_file_is_one_error(argument: str, said: str, tmp_path: Path) -> None:
+    write_job(tmp_path / "old.json", compose(), tmp_path / "run")
+    done = freeze(tmp_path / "new.json", f"--from={tmp_path}/old.json", argument)
+    assert done.code == 2
+    assert done.output.startswith(f"error: {said}")
+    assert len(done.output.splitlines()) == 1
 
 
 def test_a_job_file_takes_no_overrides(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from conftest import Finished, compose, read_summary, run_command
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import ddp_trainer
+from ddp_trainer.launchers import register_launchers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,13 +79,19 @@ def test_the_wheel_brings_its_groups_and_its_command(installed: Path, tmp_path: 
     assert "name: resnet18" in done.output
 
 
+def test_the_wheel_brings_its_launchers(installed: Path, tmp_path: Path) -> None:
+    done = in_wheel(installed, "ddp-trainer", "--multirun", "hydra/launcher=torchrun", "hydra.launcher.max_parallel=0",
+                    cwd=tmp_path)  # fmt: skip
+    assert done.output == "error: hydra.launcher.max_parallel=0 must be greater than 0\n"
+
+
 def test_the_wheel_holds_the_package_and_nothing_of_the_checkout(wheel: Path) -> None:
     listing = subprocess.run(
         [sys.executable, "-m", "zipfile", "--list", str(wheel)], capture_output=True, text=True, check=True
     )
     names = {line.split()[0] for line in listing.stdout.splitlines()[1:]}
     assert {"ddp_trainer/py.typed", "ddp_trainer/conf/config.yaml"} <= names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_trainer"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_trainer", "hydra_plugins"}
 
 
 # --- what the papers say --------------------------------------------------------------------------
@@ -105,7 +112,8 @@ def commands() -> list[str]:
 def overrides_in(command: str) -> list[str]:
     words = shlex.split(command, comments=True)
     words = words[words.index("ddp_trainer" if "ddp_trainer" in words else "ddp-trainer") + 1 :]
-    return [word for word in words if "=" in word and not word.startswith("-")]
+    sweepers = ("-", "hydra/sweeper", "hydra.sweeper")  # Optuna's comes with an extra
+    return [word for word in words if "=" in word and not word.startswith(sweepers)]
 
 
 def jobs_of(overrides: list[str]) -> list[tuple[str, ...]]:
@@ -113,7 +121,9 @@ def jobs_of(overrides: list[str]) -> list[tuple[str, ...]]:
     parsed = OverridesParser.create().parse_overrides(overrides)
     choices = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
+        if override.is_discrete_sweep()
+        else [f"{override.get_key_element()}={override.value().start}"]  # type: ignore[union-attr]
+        if override.is_interval_sweep()
         else [text]
         for override, text in zip(parsed, overrides, strict=True)
     ]
@@ -122,6 +132,7 @@ def jobs_of(overrides: list[str]) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("command", commands())
 def test_every_command_in_the_papers_composes(command: str) -> None:
+    register_launchers()
     for job in jobs_of(overrides_in(command)):
         compose(*job)
 

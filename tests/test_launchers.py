@@ -1,0 +1,182 @@
+"""Sweeps whose jobs are torchruns of their own: the plain sweep's results, each job on its own feet."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import (
+    TINY,
+    assert_bitwise,
+    clean_environment,
+    compose,
+    launch,
+    newest_checkpoint,
+    read_summary,
+    succeed,
+)
+
+from ddp_trainer.config import ConfigError
+from ddp_trainer.launchers.base import cause_in
+from hydra_plugins.ddp_trainer import TorchrunLauncher
+
+CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")
+"""8 steps; as many threads however many jobs share the cores."""
+
+
+def own_torchrun(**options: int) -> list[str]:
+    """Return the arguments that give each job a torchrun of its own."""
+    return [
+        "--multirun",
+        "hydra/launcher=torchrun",
+        *(f"hydra.launcher.{key}={value}" for key, value in options.items()),
+    ]
+
+
+def run_dirs(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(tmp_path: Path) -> None:
+    sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
+    succeed(*own_torchrun(nproc_per_node=2, max_parallel=2), *sweep, "name=own", deadline=240)
+    succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=240)
+    own, plain = run_dirs(tmp_path / "own"), run_dirs(tmp_path / "plain")
+    assert len(own) == 4
+    assert own.keys() == plain.keys()
+    for name in own:
+        assert read_summary(own[name])["world_size"] == 2
+        left, right = newest_checkpoint(own[name]), newest_checkpoint(plain[name])
+        for key in ("model", "optimizer", "scheduler", "step", "best_top1"):
+            assert_bitwise(left[key], right[key])
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "plain", "multirun.yaml"}
+
+
+def test_jobs_that_fail_sink_no_other_and_are_named_in_one_line(tmp_path: Path) -> None:
+    done = launch(
+        *own_torchrun(nproc_per_node=1, max_parallel=2), *CHEAP, f"output_dir={tmp_path}", "name=a",
+        "optimizer.lr=1e9,0.1", "global_batch_size=97,12", deadline=240,
+    )  # fmt: skip
+    assert done.code == 1, done.output
+    finished = [path.name for path in run_dirs(tmp_path / "a").values() if (path / "summary.json").exists()]
+    assert len(finished) == 1
+    [line] = [line for line in done.output.splitlines() if line.startswith("3 of 4 jobs failed: ")]
+    for job in ("0 (global_batch_size=97 optimizer.lr=1000000000.0)", "1 (global_batch_size=97 optimizer.lr=0.1)"):
+        assert f"job {job} in {tmp_path}/a/" in line
+    assert line.count(": global_batch_size=97 is larger than the training set of 96") == 2
+    assert line.count(": DivergedError: the loss or gradient of step ") == 1
+    assert "Traceback" not in done.output.partition("3 of 4 jobs failed")[2]
+    assert "Error executing job" not in done.output
+
+
+def test_jobs_that_cannot_run_are_refused_at_once_and_the_others_run(tmp_path: Path) -> None:
+    sweep = (*CHEAP, f"output_dir={tmp_path}", "name=a", "num_microbatches=13,1", "log_every_steps=3,4,3")
+    done = launch(*own_torchrun(nproc_per_node=1), *sweep, deadline=240)
+    assert done.code == 1, done.output
+    *refusals, start = done.output.splitlines()[:5]
+    assert all(line.startswith("error: ") for line in refusals), done.output
+    assert " is refused: num_microbatches=13 must be at most global_batch_size=12" in refusals[0]
+    assert f" is refused: {tmp_path}/a/" in refusals[3]
+    assert refusals[3].endswith(" too: sweep over what changes the training")
+    assert start.startswith("job 3 (")
+    assert done.output.count("4 of 6 jobs failed: ") == 1  # the sixth is the fourth again: one job, one result
+    assert [read_summary(path)["status"] for path in run_dirs(tmp_path / "a").values()] == ["finished"]
+
+
+REFUSED = {
+    "num_microbatches=13,14": "num_microbatches=13 must be at most global_batch_size=12",
+    "hydra.launcher.nproc_per_node=13": "global_batch_size=12 must be at least the number of ranks, 13: ",
+    "hydra.launcher.max_parallel=0": "hydra.launcher.max_parallel=0 must be greater than 0",
+    "hydra.launcher.nproc=2": "",
+    "optimizer.lr=0.1,x": "",
+    "hydra/launcher=torchrum": "",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_a_sweep_of_which_nothing_can_run_is_one_error(override: str, tmp_path: Path) -> None:
+    done = launch(*own_torchrun(), *CHEAP, f"output_dir={tmp_path}", override)
+    assert done.code == 2
+    assert done.output.startswith(f"error: {REFUSED[override]}"), done.output
+    assert done.output.count("\n") == 1
+
+
+def test_without_multirun_a_launcher_is_refused(tmp_path: Path) -> None:
+    done = launch("hydra/launcher=torchrun", *CHEAP, f"output_dir={tmp_path}")
+    assert done.code == 2
+    assert done.output == "error: hydra/launcher=torchrun is for sweeps: add --multirun, or leave it out\n"
+
+
+def test_under_torchrun_a_launcher_is_refused_once(tmp_path: Path) -> None:
+    done = launch(*own_torchrun(), *CHEAP, f"output_dir={tmp_path}", "seed=0,1", ranks=2)
+    assert done.code == 1  # torchrun's own
+    assert done.output.count("error: hydra/launcher=torchrun gives each job a torchrun of its own: ") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_saves_the_running_job_and_starts_no_other(tmp_path: Path) -> None:
+    arguments = [
+        *own_torchrun(nproc_per_node=2),
+        *CHEAP,
+        "epochs=10000",
+        f"output_dir={tmp_path}",
+        "name=a",
+        "seed=0,1",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ddp_trainer", *arguments], env=clean_environment(), text=True,
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("a/*/checkpoints/step-*.pt")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert output.endswith("stopped, 0 of 2 jobs done: the same command goes on\n"), output
+    [run_dir] = run_dirs(tmp_path / "a").values()
+    assert (run_dir / "stopped").exists()
+    assert newest_checkpoint(run_dir)["step"] == read_summary(run_dir)["steps"]
+
+
+# --- how a machine is split between jobs --------------------------------------------------------
+
+
+def on_gpus(count: int, **options: int | None) -> TorchrunLauncher:
+    launcher = TorchrunLauncher(**({"nproc_per_node": None, "max_parallel": 1} | options))  # type: ignore[arg-type]
+    launcher.gpus = [str(number) for number in range(count)]
+    return launcher
+
+
+def test_gpus_are_split_between_the_jobs_at_a_time() -> None:
+    config, launcher = compose(), on_gpus(8, max_parallel=3)
+    assert [launcher.gpus_of(config, slot) for slot in range(3)] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert launcher.num_ranks(config) == 2
+    assert on_gpus(8).num_ranks(config) == 8
+    assert on_gpus(8, nproc_per_node=3).num_ranks(config) == 3
+
+
+def test_a_job_on_cpus_takes_no_gpu() -> None:
+    assert on_gpus(8).gpus_of(compose("device=cpu"), 0) == []
+
+
+def test_more_jobs_at_a_time_than_gpus_are_refused() -> None:
+    launcher = on_gpus(2, max_parallel=3)
+    with pytest.raises(ConfigError, match=r"^hydra\.launcher\.max_parallel=3 must be at most the 2 GPUs"):
+        launcher.check(compose())
+    launcher.check(compose("device=cpu"))
+
+
+def test_the_cause_is_the_last_one_told() -> None:
+    assert cause_in("a\nerror: first\nerror: lr=1 is no\n") == "lr=1 is no"
+    assert cause_in("rank 1 on h was lost, last seen in data after step 8\nlast good") == (
+        "rank 1 on h was lost, last seen in data after step 8"
+    )
+    assert cause_in("nothing of note") is None
