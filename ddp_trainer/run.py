@@ -64,7 +64,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         stack.enter_context(logging_to(console, rank=world.rank, run_dir=run_dir))
         if aside is not None:
             logger.info("resume=never: the former run is now %s", aside)
-        stop_file = Path(environment.stop_file) if environment.stop_file and world.is_main else None
+        stop_file = Path(environment.stop_file) if environment.stop_file and world.local_rank == 0 else None
         stop = stack.enter_context(SoftStop(stop_file))
         watch = stack.enter_context(
             Watch(
