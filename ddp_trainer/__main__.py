@@ -2,73 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.main import get_args_parser
 from hydra.types import RunMode
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from ddp_trainer.config import Config, ConfigError, config_dir, register_configs, resolve
-from ddp_trainer.environment import Environment, read_environment
-from ddp_trainer.explain import explain
-
-USER_ERROR = 2
-GRACE_SECONDS = 5.0
-"""How long other nodes let rank 0 speak first: torchrun ends all ranks once one has exited."""
+from ddp_trainer.command_line import for_each_job
+from ddp_trainer.config import Config
+from ddp_trainer.environment import read_environment
 
 
 def main() -> None:
     """Compose the config, run the job or jobs, and exit with 0, 2 for the user's input, or 1."""
-    register_configs()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
     with ExitStack() as stack:
-
-        @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
-        def job(composed: DictConfig) -> float | None:
-            try:  # here, as Hydra would announce an exception that passes through it
-                return train(resolve(composed), stack)
-            except (ConfigError, OmegaConfBaseException) as error:
-                refuse(error)
-            except Exception as error:
-                fail(error)
-
-        try:
-            check_flags()
-            job()
-        except Exception as error:  # from composing: what happens in a job ends there
-            refuse(error)
+        for_each_job(lambda config, run_dir: train(config, run_dir, stack))
 
 
-def check_flags() -> None:
-    """Refuse flags that Hydra does not know; argparse itself would print its usage, and on every rank.
-
-    Raises:
-        ConfigError: says which.
-    """
-
-    def reject(message: str) -> NoReturn:
-        what = message.removeprefix("unrecognized arguments: ")
-        if what == message:
-            raise ConfigError(message)
-        if not what.startswith("-"):
-            raise ConfigError(f"{what} stands apart from the other keys: put flags before or after all of them")
-        raise ConfigError(f"{what} is no flag: set a key without dashes, key=value; --hydra-help lists the flags")
-
-    parser = get_args_parser()
-    parser.error = reject  # type: ignore[method-assign]
-    parser.parse_args()
-
-
-def train(config: Config, stack: ExitStack) -> float:
+def train(config: Config, run_dir: Path, stack: ExitStack) -> float:
     """Run one job and return its best top-1 for a sweeper; the jobs of a sweep share one process group."""
     environment = read_environment()
     config.check_world_size(environment.world_size)
@@ -77,47 +28,7 @@ def train(config: Config, stack: ExitStack) -> float:
 
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         stack.enter_context(connected(config, environment))
-    return run(config, job_dir(config)).best_top1
-
-
-def fail(error: Exception) -> NoReturn:
-    """Exit 1 at once: interpreter shutdown aborts where other ranks are gone and DDP modules are not."""
-    from ddp_trainer.watch import is_told, tell_unwatched
-
-    if not is_told(error):
-        tell_unwatched(error, read_environment())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def job_dir(config: Config) -> Path:
-    """Return the run directory: a function of the config alone, the same on every rank and after a restart."""
-    run_dir = Path(config.output_dir).expanduser() / config.name
-    settings = HydraConfig.get()
-    if settings.mode is RunMode.MULTIRUN:
-        return run_dir / shortened(settings.job.override_dirname)
-    return run_dir
-
-
-def shortened(name: str) -> str:
-    """Return `name`, cut and told apart by a hash if it is too long for a file system (255 bytes)."""
-    if len(name.encode()) <= 200:
-        return name
-    return f"{name[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-
-
-def refuse(error: Exception) -> NoReturn:
-    """Print the user's error and exit 2: rank 0 speaks, or the first rank of a node that goes on without it."""
-    try:
-        environment = read_environment()
-    except ConfigError:
-        environment = Environment()  # it is what the error is about: every process speaks for itself
-    if environment.rank != 0:
-        time.sleep(GRACE_SECONDS * (1 if environment.local_rank == 0 else 2))
-    if environment.local_rank == 0:
-        print(f"error: {explain(error, sys.argv[1:])}", file=sys.stderr, flush=True)
-    sys.exit(USER_ERROR)
+    return run(config, run_dir).best_top1
 
 
 if __name__ == "__main__":

@@ -5,17 +5,14 @@ Imports no torch, so that ``--help``, completion and a mistyped key answer at on
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError
+from omegaconf import MISSING
 
 
 class ConfigError(ValueError):
@@ -523,57 +520,6 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ddp_trainer")
 
 
-def resolve(composed: DictConfig) -> Config:
-    """Turn what Hydra composed into a validated `Config`.
-
-    Raises:
-        ConfigError: a value breaks a rule.
-        OmegaConfBaseException: a key was added or removed, or a value is missing or refers to nothing.
-    """
-    check_keys(composed)
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    return config
-
-
-def check_keys(node: DictConfig, prefix: str = "") -> None:
-    """Refuse what Hydra lets pass: keys added with ``+`` that no schema has, and keys removed with ``~``.
-
-    Raises:
-        ConfigKeyError: a key was added.
-        ConfigError: a key was removed.
-    """
-    schema = OmegaConf.get_type(node)
-    names = [f.name for f in fields(schema)] if is_dataclass(schema) else list(node)
-    present = list(node.keys())  # "in node" is false for a key that is there and has no value yet
-    for key in present:
-        if key not in names:
-            error = ConfigKeyError(f"Key '{key}' not in '{schema}'")
-            error.full_key, error.object_type = f"{prefix}{key}", schema
-            raise error
-    for name in names:
-        require(name in present, f"~{prefix}{name} removes a key that is needed: set it instead, {prefix}{name}=…")
-        if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
-            check_keys(child, f"{prefix}{name}.")
-
-
-def to_builtins(config: Config) -> dict[str, Any]:
-    """Return `config` as nested dicts, lists, strings and numbers (enums by name)."""
-
-    def plain(value: Any) -> Any:
-        match value:
-            case Enum():
-                return value.name
-            case dict():
-                return {key: plain(item) for key, item in value.items()}
-            case list():
-                return [plain(item) for item in value]
-            case _:
-                return value
-
-    return plain(asdict(config))
-
-
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
     flat: dict[str, Any] = {}
@@ -583,42 +529,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def digest(config: Config) -> str:
-    """Return a hash that is equal on two ranks exactly when their configs are."""
-    return hashlib.sha256(json.dumps(to_builtins(config), sort_keys=True).encode()).hexdigest()
-
-
-# How long, how often, where and on how many ranks: free to change when a run is resumed.
-FREE_KEYS = frozenset(
-    [
-        "name",
-        "output_dir",
-        "epochs",
-        "max_steps",
-        "eval_batch_size",
-        "num_threads",
-        "device",
-        "backend",
-        "timeout_seconds",
-        "log_every_steps",
-        "resume",
-        "checkpoint",
-        "data.root",
-        "sync.bucket_cap_mb",
-        "compile",
-        "deterministic",
-        "channels_last",
-    ]
-)
-
-
-def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Name the keys in which two configs (as builtins) train differently, as ``key: old → new``."""
-    before, after = flatten(old), flatten(new)
-    return [
-        f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in FREE_KEYS and key.split(".")[0] not in FREE_KEYS
-    ]

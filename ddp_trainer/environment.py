@@ -23,6 +23,8 @@ class Environment:
     master_port: int = 29500
     stop_file: str | None = None
     """Where a soft stop may be asked for by making a file: DDP_TRAINER_STOP_FILE."""
+    command: str | None = None
+    """The command that goes on with this run, if a launch script knows better: DDP_TRAINER_COMMAND."""
     error_file: str | None = None
     """Where torchrun looks for the cause of a failure."""
 
@@ -43,7 +45,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         ConfigError: only some of torchrun's variables are set, or one makes no sense.
     """
     if "WORLD_SIZE" not in variables and "RANK" not in variables:
-        return Environment(stop_file=variables.get("DDP_TRAINER_STOP_FILE"))
+        return Environment(
+            stop_file=variables.get("DDP_TRAINER_STOP_FILE"), command=variables.get("DDP_TRAINER_COMMAND")
+        )
     if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
         found = "RANK" if "RANK" in variables else "WORLD_SIZE"
         raise ConfigError(f"{found}={variables[found]} is set and {', '.join(missing)} not: {WAY_OUT}")
@@ -60,6 +64,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         master_addr=variables["MASTER_ADDR"],
         master_port=port,
         stop_file=variables.get("DDP_TRAINER_STOP_FILE"),
+        command=variables.get("DDP_TRAINER_COMMAND"),
         error_file=variables.get("TORCHELASTIC_ERROR_FILE"),
     )
 

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from ddp_trainer.checkpoint import Checkpoints
-from ddp_trainer.config import Config, ConfigError, Precision, digest, flatten, require, to_builtins
+from ddp_trainer.composition import digest, to_builtins
+from ddp_trainer.config import Config, ConfigError, Precision, flatten, require
 from ddp_trainer.data import (
     Augmentation,
     EvaluationLoader,

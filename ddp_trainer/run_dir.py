@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from ddp_trainer.config import Config, ConfigError, Resume, require, to_builtins, training_changes
+from ddp_trainer.composition import to_builtins, training_changes
+from ddp_trainer.config import Config, ConfigError, Resume, require
 from ddp_trainer.files import replace_text
 
 LOCK = ".lock"

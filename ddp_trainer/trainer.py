@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_trainer.checkpoint import Checkpoints, State
-from ddp_trainer.config import Config, OnNonfinite, Precision, to_builtins
+from ddp_trainer.composition import to_builtins
+from ddp_trainer.config import Config, OnNonfinite, Precision
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
 from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Stopwatch, Sums, fingerprint, peak_memory_mb

@@ -250,7 +250,11 @@ class Watch:
 
     def command(self) -> str:
         """Return the command line that goes on with this run."""
-        arguments = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
+        if self.environment.command is not None:
+            return self.environment.command
+        started = getattr(sys.modules["__main__"], "__spec__", None)  # as python -m knows it
+        module = "ddp_trainer.job" if started is not None and started.name == "ddp_trainer.job" else "ddp_trainer"
+        arguments = shlex.join(["-m", module, *sys.argv[1:]])
         if not self.environment.under_torchrun:
             return f"python {arguments}"
         nodes = self.environment.world_size // self.environment.local_world_size

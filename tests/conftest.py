@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from ddp_trainer.config import Config, config_dir, register_configs, resolve
+from ddp_trainer.composition import resolve
+from ddp_trainer.config import Config, config_dir, register_configs
 from ddp_trainer.run import run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

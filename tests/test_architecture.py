@@ -13,12 +13,13 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
-    ("config", "environment", "files", "seeding", "distributed"),
+    ("config", "composition", "environment", "files", "seeding", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
      "summary", "watch", "explain"),
     ("trainer",),
     ("run",),
-    ("__main__", "verify"),
+    ("command_line",),
+    ("__main__", "job", "verify"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 
@@ -88,7 +89,7 @@ def test_the_command_line_imports_no_torch_before_the_config_is_good() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("room", ["config", "environment", "files", "explain"])
+@pytest.mark.parametrize("room", ["config", "composition", "environment", "files", "explain"])
 def test_modules_that_answer_at_once_import_no_torch(room: str) -> None:
     heavy = {name for name in imported_names(PACKAGE / f"{room}.py") if name.split(".")[0].startswith("torch")}
     assert not heavy

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import TINY, compose, launch, on_ranks, train_on
 
-from ddp_trainer import __main__ as command_line
+from ddp_trainer import __main__, command_line
 from ddp_trainer.config import ConfigError
 from ddp_trainer.environment import Environment, read_environment
 from ddp_trainer.explain import explain
@@ -257,7 +257,7 @@ def _main(arguments: tuple[str, ...]) -> tuple[Any, str]:
     sys.argv = ["ddp_trainer", *arguments]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
-            command_line.main()
+            __main__.main()
         except SystemExit as left:
             return left.code, said.getvalue()
     return 0, said.getvalue()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import TINY, clean_environment, compose, launch, read_summary, records, run_command, succeed
 
-from ddp_trainer.config import to_builtins
+from ddp_trainer.composition import to_builtins
 
 DDP_TRAINER = str(Path(sys.executable).with_name("ddp-trainer"))
 CHEAP = (*TINY, "epochs=1")

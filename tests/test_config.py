@@ -14,19 +14,8 @@ from conftest import compose
 from hydra.core.config_store import ConfigStore
 
 from ddp_trainer import config as config_module
-from ddp_trainer.config import (
-    FREE_KEYS,
-    SCHEMAS,
-    ConfigError,
-    Resume,
-    SGDConfig,
-    config_dir,
-    digest,
-    flatten,
-    register_configs,
-    to_builtins,
-    training_changes,
-)
+from ddp_trainer.composition import FREE_KEYS, digest, to_builtins, training_changes
+from ddp_trainer.config import SCHEMAS, ConfigError, Resume, SGDConfig, config_dir, flatten, register_configs
 from ddp_trainer.explain import in_words, known_keys
 
 CHOICES = [(group, choice) for group, choices in SCHEMAS.items() for choice in choices]
