@@ -12,14 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_trainer import __version__
 from ddp_trainer.config import flatten
 from ddp_trainer.network import (
     StartError,
@@ -31,7 +28,7 @@ from ddp_trainer.network import (
     resolve,
     route_to,
 )
-from ddp_trainer.rollcall import CalledOffError, Hello, Plan, ask_head, wait_for_nodes
+from ddp_trainer.rollcall import CalledOffError, Hello, Plan, ask_head, versions, wait_for_nodes
 
 USER_ERROR = 2
 SHM_MB = 512
@@ -103,7 +100,7 @@ def check(head: str, plan: Plan, *, config: dict[str, Any]) -> str:
     print(f"node {plan.node_rank} of {plan.nnodes}: {place}, head {address}:{plan.port}", file=sys.stderr, flush=True)
     hello = Hello(
         node_rank=plan.node_rank, nnodes=plan.nnodes, address=own, versions=versions(), config=config,
-        fault=shared_memory_fault(),
+        fault=gpu_fault(config) or shared_memory_fault(),
     )  # fmt: skip
     if plan.node_rank == 0:
         wait_for_nodes(hello, plan)
@@ -141,27 +138,27 @@ def own_name_fault(head: str, address: str) -> str:
     )
 
 
-def versions() -> dict[str, str]:
-    """Return what has to be the same on all nodes, by name, without importing it."""
-    found = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
-    for package in ("torch", "torchvision"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            raise StartError(
-                f"{package} is not installed in {sys.prefix}: make .venv/installed, or set PYTHON"
-            ) from None
-    return found
-
-
 def frozen(path: Path | None) -> dict[str, Any]:
     """Return the config in a file of ``ddp_trainer.job freeze``, flat."""
     return {} if path is None else flatten(json.loads(path.read_text())["config"])
 
 
+def gpu_fault(config: dict[str, Any]) -> str | None:
+    """Say if the frozen config asks for GPUs and this node has none."""
+    if gpu_devices() or not (config.get("backend") == "nccl" or config.get("device") == "cuda"):
+        return None
+    asked = "backend=nccl" if config.get("backend") == "nccl" else "device=cuda"
+    return f"{asked} needs a GPU and this node has none: use backend=gloo and device=cpu, or auto for both"
+
+
+def gpu_devices() -> list[Path]:
+    """Return the device files of this node's GPUs: NVIDIA's, or one that stands for all in WSL and of AMD's."""
+    return [path for name in ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu") for path in Path("/dev").glob(name)]
+
+
 def shared_memory_fault() -> str | None:
     """Say if /dev/shm is too small for what uses it: NCCL between GPUs of a node. Gloo and the loaders do not."""
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = len(gpu_devices())
     try:
         size = os.statvfs("/dev/shm")
     except OSError:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import socket
+import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ddp_trainer import __version__
 from ddp_trainer.network import StartError, is_loopback, is_torch_store, listen
 
 GREETING = b"ddp_trainer preflight\n"
@@ -74,6 +78,23 @@ class CalledOffError(StartError):
     """The head has told why the start is off."""
 
 
+def versions() -> dict[str, str]:
+    """Return the version of all that has to be the same on all nodes, without importing it.
+
+    Raises:
+        StartError: a package is not installed.
+    """
+    found = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in ("torch", "torchvision"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            raise StartError(
+                f"{package} is not installed in {sys.prefix}: make .venv/installed, or set PYTHON"
+            ) from None
+    return found
+
+
 # --- the head -------------------------------------------------------------------------------------
 
 
@@ -83,8 +104,6 @@ def wait_for_nodes(hello: Hello, plan: Plan) -> None:
     Raises:
         StartError: the port is taken, nodes are missing, or one does not fit.
     """
-    if hello.fault:
-        raise StartError(f"{hello.name}: {hello.fault}")
     try:
         listener = listen(plan.port)
     except OSError as error:
@@ -111,7 +130,7 @@ class Head:
     def __init__(self, hello: Hello, plan: Plan) -> None:
         self.hello, self.plan = hello, plan
         self.nodes: dict[int, Hello] = {0: hello}
-        self.fault: str | None = None
+        self.fault = f"{hello.name}: {hello.fault}" if hello.fault else None
         self._changed, self._verdict = asyncio.Event(), asyncio.Event()
         self._guests: set[asyncio.Task] = set()
 
@@ -255,7 +274,7 @@ def ask_head(hello: Hello, address: str, plan: Plan, *, deadline: float) -> None
         except OSError as error:
             fault = connect_fault(error, hello, address, plan)
         time.sleep(min(0.3, max(0.0, deadline - time.monotonic())))
-    raise StartError(f"{hello.name}: {fault}")
+    raise StartError(f"{hello.name}: {hello.fault or fault}")
 
 
 def greeting(connection: socket.socket) -> bytes:

@@ -13,13 +13,13 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
-    ("config", "composition", "environment", "files", "seeding", "distributed"),
+    ("config", "composition", "environment", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
-     "summary", "watch", "explain"),
+     "summary", "watch", "explain", "rollcall"),
     ("trainer",),
     ("run",),
     ("command_line",),
-    ("__main__", "job", "verify"),
+    ("__main__", "job", "verify", "preflight", "doctor"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 
