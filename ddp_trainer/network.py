@@ -124,7 +124,7 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def is_torch_store(address: str, port: int, *, rdzv_id: str | None = None, timeout: float = 3) -> bool:
+def is_torch_store(address: str, port: int, *, rdzv_id: str | None = None, timeout: float = 2) -> bool:
     """Say whether a torch TCPStore listens there; with `rdzv_id`, whether it is the rendezvous of that job.
 
     Source: torch/csrc/distributed/c10d/TCPStoreBackend.hpp (the first byte of a query says what it is).

@@ -23,12 +23,12 @@ from ddp_trainer.network import StartError, is_loopback, is_torch_store, listen
 GREETING = b"ddp_trainer preflight\n"
 GREETING_SECONDS = 2.0
 """How long whoever listens at the port has to greet before it is asked whether it is torchrun's store."""
-ATTEMPT_SECONDS = 3.0
-"""How long one attempt to connect may take."""
+ATTEMPT_SECONDS = 4.0
+"""How long one attempt to connect may take; the kernel needs 3 s to say that nobody has the address."""
 MORE_NODES_SECONDS = 3.0
 """How long an elastic job that has its minimum waits for the next node."""
 LINGER_SECONDS = 3.0
-"""How long a head with a fault stays to tell it to those who come later."""
+"""How long a head that has found a fault early stays to tell it to those who come later."""
 CLOCK_SECONDS = 5.0
 """How far clocks may be apart: torchrun compares them to see which node is dead, and allows 15 s in all."""
 
@@ -139,20 +139,20 @@ class Head:
         with closing(listen(0)) as back:  # a port like any other, to see whether a firewall knows only the one
             self.back_port = back.getsockname()[1]
             server = await asyncio.start_server(self._receive, sock=listener)
-            await self._wait()
+            deadline = time.monotonic() + self.plan.timeout
+            await self._wait(deadline)
             if self.fault is None and len(self.nodes) < self.plan.min_nodes:
                 self.fault = self._missing()
             self._verdict.set()
-            if self.fault and not self._is_full():
+            if self.fault and time.monotonic() < deadline:
                 await asyncio.sleep(LINGER_SECONDS)
             server.close()
             if self._guests:
                 await asyncio.wait(self._guests, timeout=1)
         return self.fault
 
-    async def _wait(self) -> None:
+    async def _wait(self, deadline: float) -> None:
         """Wait until all nodes have come, one does not fit, or time is up."""
-        deadline = time.monotonic() + self.plan.timeout
         while not self._is_full() and self.fault is None:
             enough = len(self.nodes) >= self.plan.min_nodes
             self._changed.clear()
@@ -197,7 +197,9 @@ class Head:
             _, writer = await asyncio.wait_for(asyncio.open_connection(node.address, node.port), ATTEMPT_SECONDS)
             writer.close()
         except OSError:  # a TimeoutError is one
-            return replace(node, fault=node.fault or unreachable_fault("the head", f"{node.address}:{node.port}"))
+            return replace(
+                node, fault=node.fault or closed_fault(f"the head cannot reach it at {node.address}:{node.port}")
+            )
         return node
 
     def _admit(self, node: Hello) -> None:
@@ -244,11 +246,11 @@ def misfit(head: Hello, node: Hello, other: Hello | None) -> str | None:
     return None
 
 
-def unreachable_fault(who: str, where: str) -> str:
-    """Say that a port that anybody may use is closed."""
+def closed_fault(what: str) -> str:
+    """Say that `what` failed at a port that anybody may use."""
     return (
-        f"{who} cannot reach it at {where}: ranks connect to each other on ports that the system picks, "
-        "so a firewall between the nodes has to let all of them through"
+        f"{what}, and ranks connect to each other on ports that the system picks: let all of them pass the firewall "
+        "between the nodes"
     )
 
 
@@ -261,16 +263,17 @@ def ask_head(hello: Hello, address: str, plan: Plan, *, deadline: float) -> None
     Raises:
         StartError: the head cannot be reached, or says no.
     """
-    fault = f"{address}:{plan.port} was not tried"
+    where, fault = f"{address}:{plan.port}", "no time was left to try the head"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((address, plan.port), timeout=min(left, ATTEMPT_SECONDS)) as connection:
                 said = greeting(connection)
                 if said == GREETING:
                     return follow(hello, connection, patience=2 * plan.timeout)
-            if is_torch_store(address, plan.port, rdzv_id=plan.rdzv_id):
+            is_store = is_torch_store(address, plan.port)
+            if is_store and (plan.rdzv_id is None or is_torch_store(address, plan.port, rdzv_id=plan.rdzv_id)):
                 return None
-            fault = stranger_fault(address, plan.port, said)
+            fault = stranger_fault(where, said, is_store=is_store)
         except OSError as error:
             fault = connect_fault(error, hello, address, plan)
         time.sleep(min(0.3, max(0.0, deadline - time.monotonic())))
@@ -302,7 +305,7 @@ def follow(hello: Hello, connection: socket.socket, *, patience: float) -> None:
         try:
             socket.create_connection((head, back_port), timeout=ATTEMPT_SECONDS).close()
         except OSError:
-            fault = fault or unreachable_fault("the head has a firewall: this node", f"{head}:{back_port}")
+            fault = fault or closed_fault(f"it cannot reach the head at {head}:{back_port}")
         ready = replace(hello, port=back.getsockname()[1], clock_behind=behind, clock_error=error, fault=fault)
         lines.write(json.dumps(asdict(ready)).encode() + b"\n")
         lines.flush()
@@ -324,13 +327,11 @@ def clock(lines: Any) -> tuple[float, float, int]:
     return half, told["time"] - (asked[0] + half), told["port"]
 
 
-def stranger_fault(address: str, port: int, said: bytes) -> str:
+def stranger_fault(where: str, said: bytes, *, is_store: bool) -> str:
     """Say who else is at the port."""
-    if is_torch_store(address, port):
-        who = "the rendezvous of another job"
-    else:
-        who = f"another program, which says {said.decode(errors='replace').strip()!r}" if said else "another program"
-    return f"{address}:{port} on the head is taken by {who}: end that, or choose another port on all nodes"
+    greeted = f", which says {said.decode(errors='replace').strip()!r}" if said else ""
+    who = "the rendezvous of another job" if is_store else f"another program{greeted}"
+    return f"{where} on the head is taken by {who}: end that, or choose another port on all nodes"
 
 
 def connect_fault(error: OSError, hello: Hello, address: str, plan: Plan) -> str:

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034 # who sources this reads the variables
 # What local.sh and multinode.sh share: which python, how many ranks, one frozen config, a soft stop.
 
 # Set `python` to the interpreter: PYTHON, else the project's .venv, else python3.
@@ -31,9 +31,18 @@ make_work() {
     trap 'rm -rf -- "$work"' EXIT
 }
 
-# Compose and check the config once, into $work/config.json: a bad one is one error, and nothing starts.
-freeze() {
-    "$python" -m ddp_trainer.job freeze "$work/config.json" "$@" >/dev/null || exit $?
+# Set `program` to what the ranks run: the doctor, or the config that the rest of the arguments say, composed and
+# checked once and frozen in $work/config.json: a bad one is one error, and nothing starts. The first argument is the
+# number of ranks, or empty if it will change.
+choose_program() {
+    local world_size=${1:+--world-size=$1}
+    shift
+    if [[ ${1:-} == doctor ]]; then
+        program=(-m ddp_trainer.doctor "${@:2}")
+        return
+    fi
+    "$python" -m ddp_trainer.job freeze "$work/config.json" ${world_size:+"$world_size"} "$@" >/dev/null || exit $?
+    program=(-m ddp_trainer.job run "$work/config.json")
 }
 
 # Run a command in a session of its own and return its exit code. The first Ctrl-C or TERM asks the run for a soft
@@ -41,7 +50,8 @@ freeze() {
 # STOP_WITH_STDIN=1 a line on stdin, or its end, is a TERM.
 supervise() {
     local child code reader='' asked='' interrupted=''
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # num_threads decides; unset, torchrun would talk about it
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # num_threads decides; unset, torchrun would talk of it
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or it warns of addresses that have no name
     export DDP_TRAINER_STOP_FILE=${DDP_TRAINER_STOP_FILE:-$work/stop}
     trap 'interrupted=1; stop' INT TERM
     # setpriv: should this script be killed, torchrun goes too, and its ranks with it

@@ -7,6 +7,8 @@
 #
 #     HOSTS="a b c d" launch/multinode.sh model=resnet18 epochs=20
 #
+# The word doctor before the settings examines the hosts instead of training.
+#
 # NNODES=MIN:MAX is an elastic job: it goes on while MIN nodes are there, and who comes back joins it.
 #   HEAD      name or address of node 0, as all nodes know it (the first of HOSTS)
 #   PORT      where torchrun's store listens on it (29400); one for each job on that host
@@ -20,25 +22,25 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/functions.sh"
 
 run_here() {
-    local address elastic=() is_host=0 conf=join_timeout=120
+    local address elastic=() compare=() is_host=0 conf=join_timeout=120
     local settings=(NNODES="$NNODES" NODE_RANK="$NODE_RANK" HEAD="$HEAD" PORT="$PORT" NPROC="$ranks")
     export DDP_TRAINER_COMMAND=${DDP_TRAINER_COMMAND:-"${settings[*]} $(quote "$0" "$@")"}
     if [[ $NNODES == *:* ]]; then
-        freeze "$@"
+        choose_program '' "$@"
         elastic=(--max-restarts="${MAX_RESTARTS:-20}")
         conf+=,last_call_timeout=5 # seconds that MIN nodes wait for more, in a second round as in the first
         # The shared store of torch 2.14 never tells a node that comes back where the master is.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     else
-        freeze --world-size=$((NNODES * ranks)) "$@"
+        choose_program $((NNODES * ranks)) "$@"
     fi
+    if [[ -e $work/config.json ]]; then compare=(--config="$work/config.json"); fi
     address=$("$python" -m ddp_trainer.preflight --head="$HEAD" --port="$PORT" --nnodes="$NNODES" \
-        --node-rank="$NODE_RANK" --timeout="${JOIN_SECONDS:-20}" --rdzv-id="$job" --config="$work/config.json") ||
-        exit $?
+        --node-rank="$NODE_RANK" --timeout="${JOIN_SECONDS:-20}" --rdzv-id="$job" "${compare[@]}") || exit $?
     if ((NODE_RANK == 0)); then is_host=1; fi
     supervise "$python" -m torch.distributed.run --nnodes="$NNODES" --nproc_per_node="$ranks" "${elastic[@]}" \
         --rdzv_backend=c10d --rdzv_endpoint="$HEAD:$PORT" --rdzv_id="$job" --local_addr="$address" \
-        --rdzv_conf="is_host=$is_host,$conf" -m ddp_trainer.job run "$work/config.json"
+        --rdzv_conf="is_host=$is_host,$conf" "${program[@]}"
 }
 
 run_over_ssh() {
@@ -46,7 +48,7 @@ run_over_ssh() {
     read -ra hosts <<<"${HOSTS//[,$'\n']/ }"
     read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes}"
     NNODES=${NNODES:-${#hosts[@]}} HEAD=${HEAD:-${hosts[0]#*@}}
-    freeze "$@" # so that a mistake is told once, here
+    choose_program '' "$@" # so that a mistake is told once, here
     export DDP_TRAINER_COMMAND=${DDP_TRAINER_COMMAND:-"HOSTS=$(quote "$HOSTS") NNODES=$NNODES $(quote "$0" "$@")"}
     local variables=(NNODES HEAD PORT NPROC JOIN_SECONDS MAX_RESTARTS PYTHON PYTHONPATH DDP_TRAINER_COMMAND)
     trap '' PIPE # from writing to a node that has ended

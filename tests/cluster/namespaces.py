@@ -35,6 +35,7 @@ class Hosts:
         self.prefix = f"ddpt{os.getpid() % 100000}x{time.monotonic_ns() % 1000}"
         self.names = [f"node{number}" for number in range(count)]
         self.rate = rate
+        self._started: list[subprocess.Popen] = []
 
     def __enter__(self) -> Self:
         try:
@@ -71,6 +72,8 @@ class Hosts:
         """End all processes on the hosts and remove the namespaces, their cables and their files."""
         for number in range(len(self.names)):
             self.kill(number)
+        for process in self._started:
+            process.wait()
         for name in ("switch", *self.names):
             subprocess.run(["ip", "netns", "delete", self._namespace(name)], stderr=subprocess.DEVNULL, check=False)
             shutil.rmtree(self._etc(name), ignore_errors=True)
@@ -105,10 +108,13 @@ class Hosts:
     def start(self, number: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
         """Start `command` on a host, with both its outputs appended to `log`."""
         with open(log, "a") as file:
-            return subprocess.Popen(
-                [*self.words(number), *command], cwd=ROOT, env=clean_environment(PYTHONPATH=str(ROOT), **variables),
+            process = subprocess.Popen(
+                [*self.words(number), *command], cwd=ROOT,
+                env=clean_environment(**({"PYTHONPATH": str(ROOT)} | variables)),
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
             )  # fmt: skip
+        self._started.append(process)
+        return process
 
     def on(self, number: int, command: str) -> None:
         """Run `command` (words and blanks) on a host, to its end."""

@@ -111,8 +111,8 @@ def test_a_firewall_knows_only_the_port_of_the_rendezvous(launch: Launch, closed
     launch.hosts.on(closed, "iptables -A INPUT -p tcp --syn ! --dport 29400 -j DROP")
     launch.start(0, 1)
     told = launch.end()
-    where = "10.83.0.2:" if closed == 1 else "10.83.0.1:"
-    assert f"cannot be reached at {where}" in told[0].error
+    which = "it cannot reach the head at 10.83.0.1:" if closed == 0 else "the head cannot reach it at 10.83.0.2:"
+    assert f"error: node 1 (10.83.0.2): {which}" in told[0].error
     assert "called off by the head" in told[1].error
 
 

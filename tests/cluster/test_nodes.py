@@ -17,7 +17,10 @@ from ddp_trainer.verify import CHECKS
 pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason=NEEDS), pytest.mark.timeout(600)]
 
 SCRIPT = str(ROOT / "launch" / "multinode.sh")
-LONG = (*TINY, "epochs=400", "checkpoint.every_steps=25", "checkpoint.keep_last=2", "timeout_seconds=20")
+LONG = (
+    *TINY, "epochs=400", "num_threads=1", "checkpoint.every_steps=10", "checkpoint.keep_last=2", "timeout_seconds=20"
+)  # fmt: skip
+"""More than a test waits for: it is stopped, and gone on with to a nearer end."""
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ class Job:
     def newest_step(self) -> int:
         return max((int(path.stem[5:]) for path in (self.run_dir / "checkpoints").glob("step-*.pt")), default=0)
 
-    def progress(self, steps: int = 50) -> None:
+    def progress(self, steps: int = 20) -> None:
         before = self.newest_step()
         wait_for(lambda: self.newest_step() >= before + steps, f"{steps} steps more; {self.told()}")
 
@@ -138,8 +141,22 @@ def test_a_host_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     job.nodes[2] = job.start(2)
     wait_for(lambda: job.launches(4) >= 2, f"four ranks again; {job.told()}")
     job.progress()
-    job.nodes[1].send_signal(signal.SIGTERM)  # the rest would take minutes
+    job.nodes[1].send_signal(signal.SIGTERM)
     assert job.codes() == dict.fromkeys(range(4), 0), job.told()
-    final = Job(hosts, tmp_path, *LONG, "epochs=120", nnodes="2:4")
+    epochs = read_summary(job.run_dir)["steps"] // 8 + 2
+    final = Job(hosts, tmp_path, *LONG, f"epochs={epochs}", nnodes="2:4")
     assert final.codes() == dict.fromkeys(range(4), 0), final.told()
+    assert read_summary(job.run_dir)["steps"] == 8 * epochs
     assert nothing_lost(job.run_dir)
+
+
+def test_the_doctor_examines_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*hosts.words(0), SCRIPT, "doctor", f"output_dir={tmp_path}"],
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT), "HOSTS": "node0, node1",
+             "NPROC": "1", "JOIN_SECONDS": "60", "SSH": str(hosts.ssh(tmp_path))},
+        capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on 2 nodes, gloo on cpu, over eth0 on each of 2 nodes to 10.83.0.1" in done.stdout
+    assert done.stdout.endswith("ready: 2 ranks can train here\n")
