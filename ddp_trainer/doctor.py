@@ -28,7 +28,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
-from ddp_trainer.command_line import USER_ERROR, errors_as_exit_codes
+from ddp_trainer.command_line import USER_ERROR, errors_as_exit_codes, refuse
 from ddp_trainer.composition import resolve as resolve_config
 from ddp_trainer.config import Config, config_dir, register_configs
 from ddp_trainer.distributed import World, connected
@@ -59,8 +59,11 @@ class Row:
 def main() -> None:
     """Examine, print table and verdict on rank 0, and exit with 0 or 2 on all."""
     arguments, overrides = parse()
+    try:
+        config = compose_config(overrides)
+    except Exception as error:  # Hydra's own come in many kinds
+        refuse(error)
     with errors_as_exit_codes():
-        config = default_config(overrides)
         run_dir = arguments.run_dir or Path(config.output_dir).expanduser() / config.name
         environment = read_environment()
         with connected(config, environment) as world:
@@ -82,7 +85,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def default_config(overrides: list[str]) -> Config:
+def compose_config(overrides: list[str]) -> Config:
     """Return the config that a run with `overrides` would have."""
     register_configs()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):

@@ -144,7 +144,7 @@ class Head:
             if self.fault is None and len(self.nodes) < self.plan.min_nodes:
                 self.fault = self._missing()
             self._verdict.set()
-            if self.fault and time.monotonic() < deadline:
+            if self.fault and not self._is_full() and time.monotonic() < deadline:
                 await asyncio.sleep(LINGER_SECONDS)
             server.close()
             if self._guests:

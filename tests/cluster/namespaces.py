@@ -109,7 +109,7 @@ class Hosts:
         """Start `command` on a host, with both its outputs appended to `log`."""
         with open(log, "a") as file:
             process = subprocess.Popen(
-                [*self.words(number), *command], cwd=ROOT,
+                [*self.words(number), *command], cwd=log.parent,
                 env=clean_environment(**({"PYTHONPATH": str(ROOT)} | variables)),
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
             )  # fmt: skip

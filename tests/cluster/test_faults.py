@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(not can_make_hosts(), reason=NEEDS)
 
 SCRIPT = str(ROOT / "launch" / "multinode.sh")
 SECONDS = 30
+"""Until the sentence, of which nodes wait for each other:"""
+JOIN_SECONDS = 15
 
 
 @pytest.fixture
@@ -54,7 +56,13 @@ class Launch:
     ) -> None:
         """Start nodes; a variable replaces the one that the node would have."""
         for number in numbers:
-            own = {"NNODES": str(self.nnodes), "NODE_RANK": str(number), "HEAD": "node0", "NPROC": "1"}
+            own = {
+                "NNODES": str(self.nnodes),
+                "NODE_RANK": str(number),
+                "HEAD": "node0",
+                "NPROC": "1",
+                "JOIN_SECONDS": str(JOIN_SECONDS),
+            }
             command = [*prefix, SCRIPT, *TINY, f"output_dir={self.folder}", "name=run", *overrides]
             process = self.hosts.start(number, command, self.folder / f"node{number}.log", **(own | variables))
             self.nodes[number] = process, time.monotonic()
@@ -102,7 +110,7 @@ def test_a_firewall_drops_what_goes_to_the_port(launch: Launch) -> None:
     launch.start(0, 1)
     told = launch.end()
     assert "10.83.0.1:29400 does not answer, packets are dropped" in told[1].error
-    assert "1 of 2 nodes came within 20 s, missing: node 1" in told[0].error
+    assert "1 of 2 nodes came within 15 s, missing: node 1" in told[0].error
 
 
 @pytest.mark.parametrize("closed", [0, 1])
@@ -164,7 +172,7 @@ def test_a_node_is_missing(hosts: Hosts, tmp_path: Path) -> None:
     launch = Launch(hosts, tmp_path, nnodes=4)
     launch.start(0, 1, 3)
     told = launch.end()
-    assert "error: 3 of 4 nodes came within 20 s, missing: node 2" in told[0].error
+    assert "error: 3 of 4 nodes came within 15 s, missing: node 2" in told[0].error
     for number in (1, 3):
         assert f"node {number}: called off by the head: 3 of 4 nodes came" in told[number].error
 
