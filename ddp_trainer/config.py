@@ -64,6 +64,18 @@ class OnNonfinite(Enum):
     skip = "skip"
 
 
+class CommHook(Enum):
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+
+
+class Bucket(Enum):
+    parameter = "parameter"
+    flat = "flat"
+
+
 class Stem(Enum):
     imagenet = "imagenet"
     small = "small"
@@ -331,9 +343,71 @@ class DDPConfig(SyncConfig):
     name: str = "ddp"
     bucket_cap_mb: int = 25
     """Gradients travel in buckets of this many MiB, the first while backward still runs."""
+    comm_hook: CommHook = CommHook.none
+    """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
+    powersgd_rank: int = 2
+    """Rank of powersgd's factors; more is closer to the gradient."""
+    powersgd_warmup_steps: int = 100
+    """Steps, of each launch, before powersgd begins to compress."""
 
     def __post_init__(self) -> None:
         require_positive("sync.bucket_cap_mb", self.bucket_cap_mb)
+        require_positive("sync.powersgd_rank", self.powersgd_rank)
+        require(
+            self.powersgd_warmup_steps >= 2,
+            f"sync.powersgd_warmup_steps={self.powersgd_warmup_steps} must be at least 2",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AllReduceConfig(SyncConfig):
+    name: str = "allreduce"
+    bucket: Bucket = Bucket.flat
+    """flat: all gradients in one message; parameter: one at a time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RingConfig(SyncConfig):
+    name: str = "ring"
+
+
+@dataclass(kw_only=True, slots=True)
+class ParameterServerConfig(SyncConfig):
+    name: str = "parameter_server"
+    num_servers: int = 1
+    """How many ranks, from 0 on, own parameters besides training; 1 to the number of ranks."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.num_servers", self.num_servers)
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalSGDConfig(SyncConfig):
+    name: str = "local_sgd"
+    every_steps: int = 8
+    """Optimizer steps between two averages; an epoch's end is one too."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.every_steps", self.every_steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplicasConfig(SyncConfig):
+    name: str = "replicas"
+    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"])
+    """A replica for each; cpu, or cuda:0, cuda:1 and so on."""
+
+    def __post_init__(self) -> None:
+        kinds = {device.split(":")[0] for device in self.devices}
+        require(
+            len(kinds) == 1 and kinds <= {"cpu", "cuda"},
+            f"sync.devices={self.devices} must all be cpu, or all be cuda:0, cuda:1 and so on",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataParallelConfig(SyncConfig):
+    name: str = "data_parallel"
 
 
 # --- the whole --------------------------------------------------------------------------------
@@ -464,6 +538,11 @@ class Config:
             self.backend is not Backend.nccl or self.device is not Device.cpu,
             "backend=nccl serves GPUs and device=cpu: use backend=gloo, or device=cuda",
         )
+        require(
+            self.precision is not Precision.fp16 or not isinstance(self.sync, ParameterServerConfig | LocalSGDConfig),
+            f"precision=fp16 scales the loss by what all gradients are, and sync={self.sync.name} shows a rank only "
+            "its own: use precision=bf16, or sync=ddp",
+        )
 
     def check_world_size(self, world_size: int) -> None:
         """Check what depends on the number of ranks; before they meet, so that none waits for the others.
@@ -483,9 +562,15 @@ class Config:
             f"lower it, or raise global_batch_size={self.global_batch_size}",
         )
         require(
-            world_size == 1 or not isinstance(self.sync, NoSyncConfig),
-            f"sync=none is for one process and there are {world_size} ranks: use sync=ddp",
+            world_size == 1 or not isinstance(self.sync, NoSyncConfig | ReplicasConfig | DataParallelConfig),
+            f"sync={self.sync.name} is for one process and there are {world_size} ranks: use sync=ddp, or start one "
+            f"process, python -m ddp_trainer sync={self.sync.name}",
         )
+        if isinstance(self.sync, ParameterServerConfig):
+            require(
+                self.sync.num_servers <= world_size,
+                f"sync.num_servers={self.sync.num_servers} must be at most the number of ranks, {world_size}",
+            )
 
 
 SCHEMAS: dict[str, dict[str, type]] = {
@@ -498,7 +583,16 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "cosine": CosineConfig,
         "onecycle": OneCycleConfig,
     },
-    "sync": {"none": NoSyncConfig, "ddp": DDPConfig},
+    "sync": {
+        "ddp": DDPConfig,
+        "none": NoSyncConfig,
+        "allreduce": AllReduceConfig,
+        "ring": RingConfig,
+        "parameter_server": ParameterServerConfig,
+        "local_sgd": LocalSGDConfig,
+        "replicas": ReplicasConfig,
+        "data_parallel": DataParallelConfig,
+    },
 }
 
 

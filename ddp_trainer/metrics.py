@@ -1,20 +1,17 @@
-"""Sums and counts, the ledger of samples, and how fast it all goes."""
+"""Sums and counts, the ledger of samples, and where a run stands."""
 
 from __future__ import annotations
 
 import resource
-import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_trainer.distributed import World
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,11 +73,9 @@ class NonFinite:
         self.first = torch.full((), self.NEVER, dtype=torch.int64, device=device)
         """int64 []: the first such step, or NEVER."""
 
-    def check(self, values: Tensor, *, step: int) -> Tensor:
-        """Note optimizer step `step` if any of `values` is not finite. Return whether so: bool []."""
-        is_bad = ~torch.isfinite(values.sum())
-        self.first = torch.where(is_bad, self.first.clamp(max=step), self.first)
-        return is_bad
+    def check(self, values: Tensor, *, step: int) -> None:
+        """Note optimizer step `step` if any of `values` is not finite."""
+        self.first = torch.where(torch.isfinite(values.sum()), self.first, self.first.clamp(max=step))
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
@@ -92,54 +87,6 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
         odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
         total = total.to(bits.device) + (bits * odd).sum() * (2 * number + 1)
     return total
-
-
-class Stopwatch:
-    """Wall-clock time of a log window, and the part of it spent waiting for data."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-        """Images per second of each window so far, over all ranks."""
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a window now."""
-        self.began, self.waited, self.steps = time.perf_counter(), 0.0, 0
-
-    def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield from `batches`, counting the time that each took to come."""
-        iterator = iter(batches)
-        while True:
-            asked = time.perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            self.waited += time.perf_counter() - asked
-            self.steps += 1
-            yield batch
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the window began."""
-        return time.perf_counter() - self.began
-
-    def close_window(self, images_per_step: int) -> dict[str, float]:
-        """Return the tags of the window, all ranks training on `images_per_step`, and begin the next."""
-        seconds = self.seconds
-        rate = self.steps * images_per_step / seconds
-        self.rates.append(rate)
-        tags = {
-            "throughput/images_per_second": rate,
-            "time/step_ms": 1e3 * seconds / self.steps,
-            "time/data_wait_fraction": self.waited / seconds,
-        }
-        self.restart()
-        return tags
-
-    def median_rate(self) -> float:
-        """Return the median over windows, in images per second; 0 before the first."""
-        return statistics.median(self.rates) if self.rates else 0.0
 
 
 class Progress:

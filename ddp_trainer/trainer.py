@@ -19,9 +19,10 @@ from ddp_trainer.composition import to_builtins
 from ddp_trainer.config import Config, OnNonfinite, Precision
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
-from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Stopwatch, Sums, fingerprint, peak_memory_mb
+from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Sums, fingerprint, peak_memory_mb
 from ddp_trainer.summary import Status, Summary
 from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
+from ddp_trainer.timeline import Timeline
 from ddp_trainer.watch import Watch
 from ddp_trainer.writer import Writer
 
@@ -72,11 +73,11 @@ class Trainer:
         self.autocast_dtype = AUTOCAST.get(config.precision)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision is Precision.fp16)
         self.steps_per_epoch = loader.sampler.steps_per_epoch
-        self.progress, self.stopwatch = Progress(world), Stopwatch()
+        self.progress, self.timeline = Progress(world), Timeline(world.device, model)
         self.lr = 0.0
         """What the last step used."""
         self.epoch_seconds: list[float] = []
-        self.next_control, self.saved_at = 0, time.perf_counter()
+        self.next_control, self.saved_at, self.is_save_due = 0, time.perf_counter(), False
         self.train_line = "nothing left to train"
 
     # --- the loop -------------------------------------------------------------------------------
@@ -122,15 +123,17 @@ class Trainer:
             self.progress.ledger = Ledger(self.world.device)
         end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
         self.next_control = self.step  # a stop asked for during evaluation is seen at the first step
-        self.stopwatch.restart()
+        self.timeline.restart()
         self.model.train()
         with self.writer.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
-            for batch in self.stopwatch.timed(self.loader):
+            for batch in self.timeline.timed(self.loader):
                 self.train_step(batch.images, batch.labels)
                 self.progress.ledger.add(batch.ids, step=self.step % self.steps_per_epoch)
                 self.progress.step += 1
                 self.watch.step, self.watch.phase = self.step, "data"
                 self.writer.advance()
+                if self.step == end:
+                    self.sync.settle(self.optimizer)
                 if self.meet(epoch, is_last=self.step == end) and self.step < end:
                     return Status.stopped
                 if self.step == end:
@@ -141,18 +144,26 @@ class Trainer:
 
     def train_step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take one optimizer step. images: [B, C, H, W], labels: [B] -> this rank's share of the mean loss []."""
-        self.watch.phase = "forward/backward"
+        self.enter("forward/backward")
         *early, last = self.microbatches(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
             for batch in early:
                 loss += self.backward(*batch)
         loss += self.backward(*last)
-        self.watch.phase = "gradient sync"
+        self.enter("gradient sync")
         self.sync.before_step()  # .grad is now the mean over ranks
+        self.enter("optimizer")
         self.clip_and_step(loss)
-        self.sync.after_step()  # parameters are equal on every rank
+        self.enter("gradient sync")
+        self.sync.after_step(self.optimizer)  # parameters are equal on every rank
+        self.enter("between steps")
         return loss
+
+    def enter(self, phase: str) -> None:
+        """Go on to another phase of a step, for the timeline and for whoever asks where this rank is."""
+        self.watch.phase = phase
+        self.timeline.enter(phase)
 
     def microbatches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Split a rank's share of a global batch into parts that differ by at most one sample."""
@@ -166,8 +177,8 @@ class Trainer:
         loss_sum = cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.config.label_smoothing)
         # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
         scale = self.world.world_size / self.config.global_batch_size
-        self.scaler.scale(loss_sum * scale).backward()
         self.progress.sums.add(loss_sum.detach(), logits.detach(), labels)
+        self.scaler.scale(loss_sum * scale).backward()
         return loss_sum.detach() / self.config.global_batch_size
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -177,20 +188,28 @@ class Trainer:
 
     def clip_and_step(self, loss: Tensor) -> None:
         """Clip the mean gradient if asked to, update the parameters, move the schedule on."""
-        values = [loss]
-        if self.config.max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            values.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        elif not self.scaler.is_enabled():  # fp16 gradients overflow now and then: the scaler sees to that
-            values.append(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
-        is_bad = self.progress.nonfinite.check(torch.stack(values), step=self.step)
-        if self.config.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled():
-            self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # fused optimizers then skip
+        self.check_and_clip(loss)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
+
+    def check_and_clip(self, loss: Tensor) -> None:
+        """Note a loss or gradient that is not finite, and scale gradients down to the configured norm."""
+        values, most = [loss], self.config.max_grad_norm
+        if most is not None:
+            self.scaler.unscale_(self.optimizer)
+        # Gradients of fp16 overflow now and then: the scaler sees to that.
+        if most is not None or not self.scaler.is_enabled():
+            norm = self.sync.gradient_norm(self.model)
+            if most is not None:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
+            if not self.scaler.is_enabled():
+                values.append(norm)
+                if self.config.on_nonfinite is OnNonfinite.skip:  # by the norm: unlike the loss, alike on all ranks
+                    self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused ones skip
+        self.progress.nonfinite.check(torch.stack(values), step=self.step)
 
     def warm_up(self) -> None:
         """Run forward and backward twice and forget it, so that no step is special because it is a launch's first.
@@ -227,7 +246,12 @@ class Trainer:
         if not (log or save or self.step >= self.next_control):
             return False
         stop, is_time_to_save = self.agree(epoch, log=log)
-        if (save or is_time_to_save) and not is_last and not stop:
+        self.is_save_due |= save or is_time_to_save
+        if not self.sync.is_settled:
+            if stop or self.is_save_due:
+                self.next_control = self.step + 1  # ranks are apart now: see to it when they are not
+            return False
+        if self.is_save_due and not is_last and not stop:
             self.save()
         return stop
 
@@ -241,7 +265,7 @@ class Trainer:
         flags = [float(self.should_stop()), 0.0, 0.0]
         if self.world.is_main:
             flags[1] = float(every is not None and time.perf_counter() - self.saved_at >= every)
-            flags[2] = self.stopwatch.seconds / self.stopwatch.steps
+            flags[2] = self.timeline.seconds / self.timeline.steps
         is_bad = (self.progress.nonfinite.first < NonFinite.NEVER).double()[None]
         mine = torch.tensor(flags, dtype=torch.float64).to(self.world.device, non_blocking=True)
         total = self.world.sum(torch.cat([mine, is_bad, self.progress.sums.vector]))
@@ -257,8 +281,8 @@ class Trainer:
     def log_window(self, epoch: int, *, loss: float, top1: float) -> None:
         """Record what the steps since the last log point came to, over all ranks."""
         tags: dict[str, float | str] = {"train/loss": loss, "train/top1": top1, "optim/lr": self.lr}
-        tags |= self.stopwatch.close_window(self.config.global_batch_size)
-        rate = self.stopwatch.rates[-1]
+        tags |= self.timeline.close_window(self.config.global_batch_size)
+        rate = self.timeline.rates[-1]
         tags["throughput/images_per_second_per_rank"] = rate / self.world.world_size
         tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
         self.writer.scalars(tags, step=self.step, epoch=epoch)
@@ -277,7 +301,7 @@ class Trainer:
         self.watch.phase = "save"
         self.check_replicas()
         self.checkpoints.save(self, is_best=is_best)
-        self.saved_at = time.perf_counter()
+        self.saved_at, self.is_save_due = time.perf_counter(), False
 
     def check_replicas(self) -> None:
         """See that parameters are bitwise equal on all ranks. Collective: every rank must call this.
@@ -332,7 +356,7 @@ class Trainer:
             model = {key: value.clone() for key, value in self.model.state_dict().items()}
         return {
             "model": model,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.sync.optimizer_state(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "step": self.step,
@@ -359,7 +383,7 @@ class Trainer:
 
     def summary(self, status: Status) -> Summary:
         """Return what this launch came to."""
-        rate = self.stopwatch.median_rate()
+        rate = self.timeline.median_rate()
         images = self.steps_per_epoch * self.config.global_batch_size
         whole_epochs = sorted(self.epoch_seconds)
         estimate = images / rate if rate else float("nan")

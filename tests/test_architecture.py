@@ -15,7 +15,7 @@ PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
     ("config", "composition", "environment", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
-     "summary", "watch", "explain", "rollcall"),
+     "summary", "watch", "explain", "timeline", "rollcall"),
     ("trainer",),
     ("run",),
     ("command_line",),

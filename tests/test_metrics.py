@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
-from ddp_trainer.metrics import Ledger, Stopwatch, Sums, peak_memory_mb
+from ddp_trainer.metrics import Ledger, Sums, peak_memory_mb
 
 CPU = torch.device("cpu")
 
@@ -97,36 +94,6 @@ def test_the_ledger_wraps_around_as_two_to_the_64(step: int) -> None:
     expected = 9 * sum(splitmix(sample, step) for sample in ids)
     assert int(ledger.vector[0]) % 2**64 == expected % 2**64
     assert Ledger.text(int(ledger.vector[0])) == f"{expected % 2**64:016x}"
-
-
-def slow_batches(count: int, seconds: float) -> Iterator[int]:
-    for batch in range(count):
-        time.sleep(seconds)
-        yield batch
-
-
-def test_the_stopwatch_tells_waiting_from_working() -> None:
-    watch = Stopwatch()
-    for _ in watch.timed(slow_batches(3, seconds=0.03)):
-        time.sleep(0.01)
-    tags = watch.close_window(images_per_step=100)
-    assert tags["time/step_ms"] >= 40
-    assert tags["throughput/images_per_second"] == pytest.approx(100 / (tags["time/step_ms"] / 1e3))
-    assert 0.5 < tags["time/data_wait_fraction"] < 1
-
-
-def test_the_stopwatch_begins_anew_with_each_window_and_takes_the_median() -> None:
-    watch = Stopwatch()
-    assert watch.median_rate() == 0
-    for seconds in (0.0, 0.001, 0.05):
-        list(watch.timed(slow_batches(2, seconds)))
-        watch.close_window(images_per_step=10)
-        assert watch.steps == watch.waited == 0
-    assert watch.median_rate() == sorted(watch.rates)[1]
-
-
-def test_the_stopwatch_hands_on_every_batch_in_order() -> None:
-    assert list(Stopwatch().timed(range(5))) == list(range(5))
 
 
 def test_peak_memory_is_in_mebibytes() -> None:

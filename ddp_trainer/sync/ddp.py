@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_trainer.config import DDPConfig
+from ddp_trainer.config import CommHook, DDPConfig
 from ddp_trainer.distributed import World
 from ddp_trainer.sync.base import GradientSync
 
@@ -44,7 +45,26 @@ class DDPSync(GradientSync):
             gradient_as_bucket_view=True,
             **options,
         )
+        self.register_hook(self.replica)
         return self.replica
+
+    def register_hook(self, replica: DistributedDataParallel) -> None:
+        """Have gradients compressed on the way as the config says.
+
+        Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727).
+        """
+        match self.config.comm_hook:
+            case CommHook.fp16:
+                replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            case CommHook.bf16:
+                replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            case CommHook.powersgd:
+                state = powerSGD_hook.PowerSGDState(
+                    process_group=None,
+                    matrix_approximation_rank=self.config.powersgd_rank,
+                    start_powerSGD_iter=self.config.powersgd_warmup_steps,
+                )
+                replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self.replica is None else self.replica.no_sync()

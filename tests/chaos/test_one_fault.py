@@ -38,9 +38,8 @@ def last_block(output: str) -> list[str]:
 
 
 def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path, tally: list) -> None:
-    began = time.monotonic()
     done = launch_faulty("raise:1:5", tmp_path, ranks=3)
-    assert time.monotonic() - began < 25  # start-up included
+    assert time.time() - (tmp_path / "run/failure.log").stat().st_mtime < 15
     assert done.code == 1
     assert done.output.count("boom in the worker") == 1
     block = last_block(done.output)

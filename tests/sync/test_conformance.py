@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -11,19 +12,37 @@ import torch
 from conftest import TINY, compose, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_trainer.config import LeNetConfig
 from ddp_trainer.distributed import World, connected
 from ddp_trainer.environment import read_environment
 from ddp_trainer.models import build_model
 from ddp_trainer.sync import GradientSync, averaged_statistics, build_sync
+from ddp_trainer.sync.key_value_store import KeyValueStore
+from ddp_trainer.sync.replicas import allreduce, get_params, split_batch
+from ddp_trainer.sync.ring import ring_all_reduce
 
-STRATEGIES = [("sync=ddp",)]
-"""The overrides that choose each strategy; all of them are held to the same law."""
+STRATEGIES = [
+    ("sync=ddp",),
+    ("sync=ddp", "sync.bucket_cap_mb=1"),
+    ("sync=allreduce", "sync.bucket=flat"),
+    ("sync=allreduce", "sync.bucket=parameter"),
+    ("sync=ring",),
+    ("sync=parameter_server",),
+    ("sync=parameter_server", "sync.num_servers=ranks"),
+    ("sync=local_sgd", "sync.every_steps=1"),
+    ("sync=replicas", "sync.devices=ranks"),
+]
+"""The overrides that choose each strategy; all of them are held to the same law. ``ranks`` stands for W."""
 
 SHAPE, STEPS, GLOBAL_BATCH_SIZE = (1, 12, 12), 4, 13  # 13 divides by no number of ranks
+WORLD_OF_ONE = World(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"), backend="gloo", num_threads=1
+)
 Parameters = dict[str, np.ndarray]
+Case = tuple[tuple[str, ...], str]
+"""The overrides that choose a strategy, and the name of an optimizer."""
 T = TypeVar("T")
 
 
@@ -32,8 +51,11 @@ def lenet() -> nn.Module:
     return build_model(LeNetConfig(), image_shape=SHAPE, num_classes=10)
 
 
-def sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "sgd": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
+    "adamw": lambda model: AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.01, fused=True),
+}
+"""With Adam's usual eps, 1e-8, the rounding of a tiny gradient becomes a step of full size."""
 
 
 def global_batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -47,10 +69,10 @@ def parameters_of(model: nn.Module) -> Parameters:
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
-def train_alone() -> Parameters:
+def train_alone(optimizer_name: str) -> Parameters:
     """Train on whole batches with nothing of ours but the model."""
     model = lenet()
-    optimizer = sgd(model)
+    optimizer = OPTIMIZERS[optimizer_name](model)
     for images, labels in global_batches():
         optimizer.zero_grad()
         cross_entropy(model(images), labels).backward()
@@ -64,25 +86,31 @@ def in_world(overrides: tuple[str, ...], function: Callable[[World], T]) -> T:
         return function(world)
 
 
-def train_shares(overrides: tuple[str, ...]) -> list[Parameters]:
-    """Return the parameters after training whole shares and in microbatches, and what the latter left under no_sync."""
+def train_shares(cases: list[Case]) -> dict[Case, list[Parameters]]:
+    """Return, for each case, the parameters after training whole shares and in microbatches, and local gradients."""
+
+    def train_all(world: World) -> dict[Case, list[Parameters]]:
+        return {case: train_both_ways(*case, world) for case in cases}
+
+    return in_world((), train_all)
+
+
+def train_both_ways(overrides: tuple[str, ...], optimizer_name: str, world: World) -> list[Parameters]:
     config = compose(*TINY, *overrides).sync
-
-    def train_both_ways(world: World) -> list[Parameters]:
-        whole, _ = train_share(build_sync(config, world), world, num_microbatches=1)
-        return [whole, *train_share(build_sync(config, world), world, num_microbatches=3)]
-
-    return in_world(overrides, train_both_ways)
+    whole, _ = train_share(build_sync(config, world), world, optimizer_name, num_microbatches=1)
+    return [whole, *train_share(build_sync(config, world), world, optimizer_name, num_microbatches=3)]
 
 
-def train_share(sync: GradientSync, world: World, *, num_microbatches: int) -> tuple[Parameters, Parameters]:
+def train_share(
+    sync: GradientSync, world: World, optimizer_name: str, *, num_microbatches: int
+) -> tuple[Parameters, Parameters]:
     """Train on this rank's share of each batch, as `GradientSync` says a step goes.
 
     Returns the parameters, and the gradients that the last step's early microbatches left.
     """
     model = lenet()
     replica = sync.wrap(model)
-    optimizer = sgd(model)
+    optimizer = OPTIMIZERS[optimizer_name](model)
     local: Parameters = {}
     for images, labels in global_batches():
         mine = slice(world.rank, None, world.world_size)
@@ -96,7 +124,7 @@ def train_share(sync: GradientSync, world: World, *, num_microbatches: int) -> t
         sync.before_step()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        sync.after_step()
+        sync.after_step(optimizer)
     return parameters_of(model), local
 
 
@@ -106,20 +134,40 @@ def backward(replica: nn.Module, part: tuple[Tensor, ...], world: World) -> None
     (cross_entropy(replica(images), labels, reduction="sum") * scale).backward()
 
 
-@pytest.fixture(scope="module")
-def alone() -> Parameters:
-    return train_alone()
+@functools.cache
+def alone(optimizer_name: str) -> Parameters:
+    return train_alone(optimizer_name)
+
+
+@functools.cache
+def together(processes: int, replicas: int) -> list[dict[Case, list[Parameters]]]:
+    """Return what all strategies make of it, by rank; `replicas` are those within one process."""
+    one_process = processes < replicas
+    strategies = [said for said in STRATEGIES if ("sync=replicas" in said) == one_process or processes == replicas]
+    cases = [(in_place(said, replicas), optimizer) for said in strategies for optimizer in OPTIMIZERS]
+    return on_ranks(processes, train_shares, cases, deadline=120)
+
+
+def in_place(overrides: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """Return `overrides` with W in place of the word ranks."""
+    devices = f"sync.devices=[{','.join(['cpu'] * ranks)}]"
+    said = {"sync.num_servers=ranks": f"sync.num_servers={ranks}", "sync.devices=ranks": devices}
+    return tuple(said.get(word, word) for word in overrides)
 
 
 @pytest.mark.parametrize("overrides", STRATEGIES, ids=" ".join)
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_strategy_trains_as_one_process_on_the_whole_batch(
-    overrides: tuple[str, ...], ranks: int, alone: Parameters
+    overrides: tuple[str, ...], ranks: int, optimizer_name: str
 ) -> None:
-    answers = on_ranks(ranks, train_shares, overrides)
+    if overrides[0] == "sync=local_sgd" and optimizer_name == "adamw":
+        return  # the mean of Adam's updates is not the update of the mean
+    processes = 1 if "sync=replicas" in overrides else ranks
+    answers = [found[in_place(overrides, ranks), optimizer_name] for found in together(processes, ranks)]
     for way in ("whole shares", "microbatches"):
         replicas: list[Parameters] = [answer[way == "microbatches"] for answer in answers]
-        for name, expected in alone.items():
+        for name, expected in alone(optimizer_name).items():
             for replica in replicas[1:]:
                 assert replica[name].tobytes() == replicas[0][name].tobytes(), f"{name} differs between ranks, {way}"
             torch.testing.assert_close(torch.from_numpy(replicas[0][name]), torch.from_numpy(expected))
@@ -127,6 +175,58 @@ def test_a_strategy_trains_as_one_process_on_the_whole_batch(
     for name, expected in gradients[0].items():
         for other in gradients[1:]:
             assert other[name].tobytes() != expected.tobytes(), f"{name} travelled under no_sync"
+
+
+# --- the ring, whatever its length --------------------------------------------------------------
+
+
+def ring_sums(lengths: tuple[int, ...]) -> list[bytes]:
+    def add_up(world: World) -> list[bytes]:
+        sums = []
+        for length in lengths:
+            vector = torch.arange(length, dtype=torch.float32) + 10.0**world.rank
+            if world.world_size > 1:
+                ring_all_reduce(vector, rank=world.rank, world_size=world.world_size)
+            sums.append(vector.numpy().tobytes())
+        return sums
+
+    return in_world(("sync=ddp",), add_up)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_ring_adds_up_vectors_of_any_length(ranks: int) -> None:
+    lengths = (0, 1, 2, 3, 5, 7, 64, 1001)
+    for length, *sums in zip(lengths, *on_ranks(ranks, ring_sums, lengths), strict=True):
+        expected = ranks * torch.arange(length, dtype=torch.float32) + sum(10.0**rank for rank in range(ranks))
+        assert len(set(sums)) == 1
+        np.testing.assert_allclose(np.frombuffer(sums[0], dtype=np.float32), expected.numpy(), rtol=1e-6)
+
+
+def test_keys_are_balanced_over_their_owners_by_size() -> None:
+    store = KeyValueStore(WORLD_OF_ONE, num_servers=3)
+    sizes = {"a": 100, "b": 60, "c": 50, "d": 40, "e": 5, "f": 5}
+    store.init({key: torch.zeros(size) for key, size in sizes.items()})
+    loads = [sum(size for key, size in sizes.items() if store.owner[key] == owner) for owner in range(3)]
+    assert loads == [100, 70, 90]
+
+
+def test_a_batch_smaller_than_the_number_of_replicas_is_split_as_far_as_it_goes() -> None:
+    parts = split_batch(torch.arange(2.0)[:, None], [torch.device("cpu")] * 3)
+    assert [part.tolist() for part in parts] == [[[0.0]], [[1.0]]]
+
+
+def test_allreduce_over_a_list_leaves_the_sum_in_each() -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0, 6.0])]
+    allreduce(tensors)
+    assert [tensor.tolist() for tensor in tensors] == [[9.0, 12.0]] * 3
+
+
+def test_get_params_shares_nothing_with_the_model() -> None:
+    model = lenet()
+    copied = get_params(model, torch.device("cpu"))
+    for mine, other in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.data_ptr() != other.data_ptr()
 
 
 # --- statistics -------------------------------------------------------------------------------

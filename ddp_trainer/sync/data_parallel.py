@@ -1,0 +1,34 @@
+"""torch's ``nn.DataParallel``: one process, many GPUs, a fresh copy of the model at every forward.
+
+Teaches why torch's own documentation says to use DDP: the parameters are broadcast each step, one interpreter drives
+all GPUs, and the first gathers all logits and gradients.
+
+Source: the notes' concise version.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_trainer.config import ConfigError
+from ddp_trainer.distributed import World
+from ddp_trainer.sync.base import GradientSync
+
+
+class DataParallelSync(GradientSync):
+    """Let ``nn.DataParallel`` scatter, replicate and gather; gradients arrive at the one model there is.
+
+    Raises:
+        ConfigError: there is no GPU, which ``nn.DataParallel`` is for.
+    """
+
+    def __init__(self, world: World) -> None:
+        if world.device.type != "cuda":
+            raise ConfigError(
+                "sync=data_parallel is for one process with GPUs and this one trains on the CPU: "
+                "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one process"
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return nn.DataParallel(model, device_ids=list(range(torch.cuda.device_count())))

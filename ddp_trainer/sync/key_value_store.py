@@ -1,0 +1,84 @@
+"""A key–value store over the ranks of a process group: push adds up at a key's owner, pull copies from it.
+
+Teaches that the pattern ``push(key, gradient); pull(key)`` hides who talks to whom: the caller names no rank.
+
+Source: the notes' key–value store; Li et al., Scaling Distributed Machine Learning with the Parameter Server, 2014
+(OSDI).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_trainer.distributed import World
+
+
+class KeyValueStore:
+    """Tensors by key, each owned by one of the first `num_servers` ranks. All methods are collective."""
+
+    def __init__(self, world: World, *, num_servers: int) -> None:
+        self.world, self.num_servers = world, num_servers
+        self.owner: dict[str, int] = {}
+
+    def init(self, values: dict[str, Tensor]) -> None:
+        """Give each key an owner, large ones first, always the one that has least; start from rank 0's `values`."""
+        load = [0] * self.num_servers
+        for key, value in sorted(values.items(), key=lambda item: (-item[1].numel(), item[0])):
+            self.owner[key] = load.index(min(load))
+            load[self.owner[key]] += value.numel()
+        if self.world.world_size > 1:
+            for value in values.values():
+                dist.broadcast(value.detach(), src=0)
+
+    def owned(self, key: str) -> bool:
+        """Say whether this rank is the owner of `key`."""
+        return self.owner[key] == self.world.rank
+
+    def push(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Send `values` to their owners. Return, for the keys of this rank, their sums over ranks."""
+        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
+        parts = {key: {r: packed(values[key]) for r in others} for key in values if self.owned(key)}
+        operations = []
+        for key, value in values.items():
+            if self.owned(key):
+                operations += [dist.P2POp(dist.irecv, part, rank) for rank, part in parts[key].items()]
+            else:
+                operations.append(dist.P2POp(dist.isend, value.contiguous(), self.owner[key]))
+        finish(operations)
+        return {key: total({**part, self.world.rank: values[key]}) for key, part in parts.items()}
+
+    def pull(self, values: dict[str, Tensor]) -> None:
+        """Replace `values` by their owners'."""
+        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
+        operations, received = [], {}
+        for key, value in values.items():
+            if self.owned(key):
+                operations += [dist.P2POp(dist.isend, value.contiguous(), rank) for rank in others]
+            else:
+                received[key] = packed(value)
+                operations.append(dist.P2POp(dist.irecv, received[key], self.owner[key]))
+        finish(operations)
+        for key, value in received.items():
+            values[key].copy_(value)
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """Return room for a `tensor` to be received in: of its shape, without its memory format."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def finish(operations: list[dist.P2POp]) -> None:
+    """Run all sends and receives at once and wait for them."""
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
+
+
+def total(parts: dict[int, Tensor]) -> Tensor:
+    """Return the sum of `parts` in the order of their ranks, whoever adds them up."""
+    first, *rest = (parts[rank] for rank in sorted(parts))
+    result = first.clone()
+    for part in rest:
+        result += part
+    return result

@@ -1,0 +1,51 @@
+"""Train apart, average now and then: every rank takes its own steps, and every H of them parameters are averaged.
+
+Teaches that communication can be made rarer instead of cheaper. With H = 1 and an optimizer that is linear in the
+gradient (SGD, momentum) it is ordinary data parallelism; with more, ranks drift apart in between.
+The optimizer's state is averaged too, so that after it all ranks are the same again and can be saved.
+
+Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 1805.09767); Yu, Jin and Yang, On the
+Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv 1905.03817).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_trainer.config import LocalSGDConfig
+from ddp_trainer.distributed import World
+from ddp_trainer.sync.base import GradientSync, flatten, unflatten
+
+
+class LocalSGDSync(GradientSync):
+    """Average parameters and optimizer state every `every_steps` steps, and where ranks have to be equal."""
+
+    def __init__(self, config: LocalSGDConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.parameters: list[nn.Parameter] = []
+        self.steps_apart = 0
+
+    @property
+    def is_settled(self) -> bool:
+        return self.steps_apart == 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.parameters = list(model.parameters())
+        return model
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.steps_apart += 1
+        if self.steps_apart == self.config.every_steps:
+            self.settle(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        if self.world.world_size > 1 and not self.is_settled:
+            state = [v for p in self.parameters for v in optimizer.state[p].values() if torch.is_tensor(v)]
+            tensors = [*(p.detach() for p in self.parameters), *state]
+            flat = flatten(tensors)
+            dist.all_reduce(flat)
+            unflatten(flat.div_(self.world.world_size), tensors)
+        self.steps_apart = 0

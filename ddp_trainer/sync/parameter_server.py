@@ -1,0 +1,69 @@
+"""A sharded parameter server: gradients go to a key's owner, which updates, and parameters come back.
+
+Teaches what a server costs: with one of them 2·(W − 1)·m pass through a single network card, first all in, then all
+out. With as many servers as ranks it is a reduce-scatter and an all-gather again.
+
+Source: the notes' parameter server and key–value store; Li et al., Scaling Distributed Machine Learning with the
+Parameter Server, 2014 (OSDI).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_trainer.config import ParameterServerConfig
+from ddp_trainer.distributed import World
+from ddp_trainer.sync.base import GradientSync
+from ddp_trainer.sync.key_value_store import KeyValueStore
+
+
+class ParameterServerSync(GradientSync):
+    """Push gradients, let each owner's optimizer update its keys, pull parameters."""
+
+    def __init__(self, config: ParameterServerConfig, world: World) -> None:
+        self.world, self.store = world, KeyValueStore(world, num_servers=config.num_servers)
+        self.parameters: dict[str, nn.Parameter] = {}
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.parameters = dict(model.named_parameters())
+        self.store.init(self.parameters)  # type: ignore[arg-type]  # parameters are tensors
+        return model
+
+    def before_step(self) -> None:
+        sums = self.store.push({key: p.grad for key, p in self.parameters.items() if p.grad is not None})
+        for key, parameter in self.parameters.items():  # without a gradient an optimizer leaves a parameter alone
+            parameter.grad = sums[key].div_(self.world.world_size) if key in sums else None
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        return self.world.sum(super().gradient_norm(model).to(self.world.device).square()).sqrt()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.store.pull({key: p.detach() for key, p in self.parameters.items()})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Gather every key's state from its owner: whoever restores it may have other owners."""
+        whole = optimizer.state_dict()
+        mine = {
+            index: whole["state"].get(index, {}) for index, key in enumerate(self.parameters) if self.store.owned(key)
+        }
+        shapes = {i: {name: [str(v.dtype), *v.shape] for name, v in entry.items()} for i, entry in mine.items()}
+        whole["state"] = {}
+        for rank, described in enumerate(self.world.gather(shapes)):
+            for index, entry in described.items():
+                for name, (dtype, *shape) in entry.items():
+                    empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    value = mine[int(index)][name] if rank == self.world.rank else empty
+                    whole["state"].setdefault(int(index), {})[name] = self.shared(value, owner=rank)
+        return whole
+
+    def shared(self, value: Tensor, *, owner: int) -> Tensor:
+        """Return the owner's `value`. Collective: every rank must call this."""
+        value = value.to(self.world.device).contiguous()
+        if self.world.world_size > 1:
+            dist.broadcast(value, src=owner)
+        return value

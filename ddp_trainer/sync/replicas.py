@@ -1,0 +1,79 @@
+"""Data parallelism in one process, from scratch: a replica on each device, the batch split among them.
+
+Teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
+gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python
+interpreter is shared, and the first device holds all logits: the reasons to use DDP instead.
+
+Source: the notes' ``get_params``, ``split_batch``, ``allreduce`` and ``train_batch``.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_trainer.sync.base import GradientSync
+
+
+def get_params(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of `model` on `device`, which shares nothing with it."""
+    return copy.deepcopy(model).to(device)
+
+
+def split_batch(images: Tensor, devices: list[torch.device]) -> list[Tensor]:
+    """Split `images`, [B, …], over `devices`: parts that differ by at most one sample, none of them empty."""
+    parts = images.tensor_split(min(len(devices), len(images)))
+    return [part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=False)]
+
+
+def allreduce(tensors: list[Tensor]) -> None:
+    """Replace each of `tensors`, of one shape and each on its device, by their sum."""
+    first, *others = tensors
+    for other in others:
+        first += other.to(first.device, non_blocking=True)
+    for other in others:
+        other.copy_(first, non_blocking=True)
+
+
+class Replicas(nn.Module):
+    """Call a replica on each device with its part of the batch."""
+
+    def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
+        super().__init__()
+        self.devices = devices
+        self.replicas = nn.ModuleList([model, *(get_params(model, device) for device in devices[1:])])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of `images`, [B, classes], on the first device."""
+        parts = split_batch(images, self.devices)
+        logits = [replica(part) for replica, part in zip(self.replicas, parts, strict=False)]
+        return torch.cat([part.to(self.devices[0], non_blocking=True) for part in logits])
+
+
+class ReplicasSync(GradientSync):
+    """Add up the gradients of the replicas of this process."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.devices = devices
+        self.replicas: list[nn.Module] = []
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        replica = Replicas(model, self.devices)
+        self.replicas = list(replica.replicas)
+        return replica
+
+    def before_step(self) -> None:
+        for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+            gradients = [p.grad for p in parameters if p.grad is not None]  # None where the batch was too small
+            allreduce(gradients)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        first, *others = self.replicas
+        for other in others:
+            other.zero_grad(set_to_none=True)
+            for mine, new in zip(other.parameters(), first.parameters(), strict=True):
+                with torch.no_grad():
+                    mine.copy_(new, non_blocking=True)

@@ -1,0 +1,65 @@
+"""All-reduce by hand around a ring: every rank only ever talks to its two neighbours.
+
+Teaches why the cost of an all-reduce hardly depends on the number of ranks: each of the 2·(W − 1) rounds moves one
+chunk of m/W elements, so a rank sends 2·(W − 1)/W·m in all, always in both directions at once.
+
+Source: the notes' ring synchronisation; Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
+Workstations, 2009 (doi 10.1016/j.jpdc.2008.09.002).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_trainer.distributed import World
+from ddp_trainer.sync.base import GradientSync, flatten, unflatten
+
+
+class RingSync(GradientSync):
+    """Average gradients by a reduce-scatter and an all-gather of point-to-point sends."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.parameters: list[nn.Parameter] = []
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.parameters = list(model.parameters())
+        return model
+
+    def before_step(self) -> None:
+        if self.world.world_size == 1:
+            return
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        flat = flatten(gradients)
+        ring_all_reduce(flat, rank=self.world.rank, world_size=self.world.world_size)
+        unflatten(flat.div_(self.world.world_size), gradients)
+
+
+def ring_all_reduce(vector: Tensor, *, rank: int, world_size: int) -> None:
+    """Replace `vector`, [n] for any n, by its sum over ranks. Collective: every rank must call this.
+
+    Every element is summed on one rank and copied to the others, so all end with the same bits.
+    """
+    chunks = list(vector.tensor_split(world_size))
+    spare = torch.empty_like(chunks[0])  # the first chunk is never the shortest
+    for turn in range(world_size - 1):  # reduce-scatter: rank r ends with the sum of chunk r + 1
+        outgoing, incoming = chunks[(rank - turn) % world_size], chunks[(rank - turn - 1) % world_size]
+        received = spare[: len(incoming)]
+        pass_on(outgoing, received, rank=rank, world_size=world_size)
+        incoming += received
+    for turn in range(world_size - 1):  # all-gather: sums travel on, replacing what is there
+        outgoing, incoming = chunks[(rank + 1 - turn) % world_size], chunks[(rank - turn) % world_size]
+        pass_on(outgoing, incoming, rank=rank, world_size=world_size)
+
+
+def pass_on(outgoing: Tensor, incoming: Tensor, *, rank: int, world_size: int) -> None:
+    """Send to the next rank while receiving from the one before; empty chunks do not travel."""
+    operations = []
+    if len(outgoing):
+        operations.append(dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size))
+    if len(incoming):
+        operations.append(dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size))
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
