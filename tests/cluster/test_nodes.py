@@ -63,7 +63,8 @@ class Job:
         return {number: node.wait(max(1, deadline - time.monotonic())) for number, node in self.nodes.items()}
 
     def launches(self, world_size: int) -> int:
-        return self.told().count(f"{world_size} × cpu")
+        """Return how often the ranks, so many in all, have begun to train."""
+        return sum(log.read_text().count(f"{world_size} × cpu") for log in self.folder.glob("*.log"))
 
     def newest_step(self) -> int:
         return max((int(path.stem[5:]) for path in (self.run_dir / "checkpoints").glob("step-*.pt")), default=0)
