@@ -12,4 +12,4 @@ make_work
 choose_program "$ranks" "$@"
 export DDP_TRAINER_COMMAND=${DDP_TRAINER_COMMAND:-"NPROC=$ranks $(quote "$0" "$@")"}
 supervise "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" \
-    "${program[@]}"
+    --log_dir="$work/torchrun" "${program[@]}"

@@ -40,7 +40,7 @@ run_here() {
     if ((NODE_RANK == 0)); then is_host=1; fi
     supervise "$python" -m torch.distributed.run --nnodes="$NNODES" --nproc_per_node="$ranks" "${elastic[@]}" \
         --rdzv_backend=c10d --rdzv_endpoint="$HEAD:$PORT" --rdzv_id="$job" --local_addr="$address" \
-        --rdzv_conf="is_host=$is_host,$conf" "${program[@]}"
+        --rdzv_conf="is_host=$is_host,$conf" --log_dir="$work/torchrun" "${program[@]}"
 }
 
 run_over_ssh() {
