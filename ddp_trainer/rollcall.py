@@ -263,7 +263,7 @@ def ask_head(hello: Hello, address: str, plan: Plan, *, deadline: float) -> None
     Raises:
         StartError: the head cannot be reached, or says no.
     """
-    where, fault = f"{address}:{plan.port}", "no time was left to try the head"
+    where, fault = f"{address}:{plan.port}", ""
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((address, plan.port), timeout=min(left, ATTEMPT_SECONDS)) as connection:
@@ -275,9 +275,11 @@ def ask_head(hello: Hello, address: str, plan: Plan, *, deadline: float) -> None
                 return None
             fault = stranger_fault(where, said, is_store=is_store)
         except OSError as error:
-            fault = connect_fault(error, hello, address, plan)
+            is_cut_short = isinstance(error, TimeoutError) and left < ATTEMPT_SECONDS
+            if not (fault and is_cut_short):
+                fault = connect_fault(error, hello, address, plan)
         time.sleep(min(0.3, max(0.0, deadline - time.monotonic())))
-    raise StartError(f"{hello.name}: {hello.fault or fault}")
+    raise StartError(f"{hello.name}: {hello.fault or fault or 'no time was left to look for the head'}")
 
 
 def greeting(connection: socket.socket) -> bytes:
@@ -309,7 +311,11 @@ def follow(hello: Hello, connection: socket.socket, *, patience: float) -> None:
         ready = replace(hello, port=back.getsockname()[1], clock_behind=behind, clock_error=error, fault=fault)
         lines.write(json.dumps(asdict(ready)).encode() + b"\n")
         lines.flush()
-        if not (verdict := lines.readline()):
+        try:
+            verdict = lines.readline()
+        except TimeoutError:
+            raise StartError(f"{hello.name}: the head has not answered for {patience:.0f} s: is it still up?") from None
+        if not verdict:
             raise ConnectionError("the head has ended before all nodes had come")
     if fault := json.loads(verdict)["fault"]:
         raise CalledOffError(f"node {hello.node_rank}: called off by the head: {fault}")
