@@ -1,0 +1,210 @@
+"""Laws 2 and 3 for every strategy, with the whole trainer around it; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, assert_bitwise, compose, newest_checkpoint, on_ranks, read_summary, records
+
+from ddp_trainer.config import ConfigError
+from ddp_trainer.distributed import connected
+from ddp_trainer.environment import read_environment
+from ddp_trainer.run import run
+
+STRATEGIES = {
+    "allreduce": ("sync=allreduce",),
+    "allreduce-parameter": ("sync=allreduce", "sync.bucket=parameter"),
+    "ring": ("sync=ring",),
+    "parameter_server": ("sync=parameter_server",),
+    "local_sgd": ("sync=local_sgd", "sync.every_steps=1"),
+}
+OPTIMIZERS = {"sgd": ("max_grad_norm=2",), "adamw": ("optimizer=adamw", "optimizer.eps=1e-3")}
+"""With Adam's usual eps, 1e-8, the rounding of a tiny gradient becomes a step of full size."""
+CASES = [
+    f"{sync}-{optimizer}"
+    for sync in STRATEGIES
+    for optimizer in OPTIMIZERS
+    if (sync, optimizer) != ("local_sgd", "adamw")  # the mean of Adam's updates is not the update of the mean
+]
+RUN = (*TINY, "checkpoint.every_steps=3", "checkpoint.keep_last=100", "data.augment.crop_padding=2")
+
+
+def overrides_of(case: str) -> tuple[str, ...]:
+    sync, optimizer = case.rsplit("-", 1)
+    return (*RUN, *STRATEGIES[sync], *OPTIMIZERS[optimizer])
+
+
+def train_one_after_another(jobs: list[tuple[str, ...]]) -> None:
+    with connected(compose(*TINY), read_environment()):
+        for overrides in jobs:
+            run(compose(*overrides))
+
+
+def train_all(ranks: int, jobs: list[tuple[str, ...]]) -> None:
+    """Train `jobs` one after another in one process group of `ranks` ranks."""
+    on_ranks(ranks, train_one_after_another, jobs, deadline=240)
+
+
+def trained_state(run_dir: Path) -> dict[str, Any]:
+    """Return what the last checkpoint says of training, less the clock."""
+    state = newest_checkpoint(run_dir)
+    state.pop("config")
+    state["progress"].pop("seconds")
+    return state
+
+
+# --- law 2 ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that trains every case, and ddp, on so many ranks and returns the folder of their runs."""
+
+    @functools.cache
+    def train(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"W{ranks}")
+        jobs = [(*overrides_of(case), f"name={case}") for case in CASES]
+        jobs += [(*RUN, *extra, f"name=ddp-{optimizer}") for optimizer, extra in OPTIMIZERS.items()]
+        train_all(ranks, [(*job, f"output_dir={folder}") for job in jobs])
+        return folder
+
+    return train
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_strategy_trains_alike_at_any_world_size_and_as_ddp_does(
+    case: str, ranks: int, trained: Callable[[int], Path]
+) -> None:
+    mine = trained(ranks) / case
+    for other in (trained(1) / case, trained(ranks) / f"ddp-{case.rsplit('-', 1)[1]}"):
+        digests = [[record["ledger/digest"] for record in records(one, "ledger/digest")] for one in (mine, other)]
+        assert digests[0] == digests[1]
+        torch.testing.assert_close(newest_checkpoint(mine)["model"], newest_checkpoint(other)["model"])
+        one, two = (newest_checkpoint(run_dir)["optimizer"]["state"] for run_dir in (mine, other))
+        torch.testing.assert_close(one, two)
+    assert read_summary(mine)["sync"] == case.rsplit("-", 1)[0].removesuffix("-parameter")
+
+
+# --- law 3 ------------------------------------------------------------------------------------
+
+
+def cut_back(run_dir: Path, step: int, *, to: Path) -> None:
+    """Make `to` the run directory of a launch that was killed after its save at `step`."""
+    shutil.copytree(run_dir, to)
+    for path in (to / "checkpoints").glob("*.pt"):
+        if path.stem != f"step-{step:08d}":
+            path.unlink()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_killed_after_a_save_and_resumed_is_bitwise_the_same(
+    ranks: int, trained: Callable[[int], Path], tmp_path: Path
+) -> None:
+    for case in CASES:
+        cut_back(trained(ranks) / case, 3, to=tmp_path / case)
+    train_all(ranks, [(*overrides_of(case), f"output_dir={tmp_path}", f"name={case}") for case in CASES])
+    for case in CASES:
+        assert_bitwise(trained_state(trained(ranks) / case), trained_state(tmp_path / case))
+
+
+def test_a_servers_optimizer_goes_on_with_other_owners(trained: Callable[[int], Path], tmp_path: Path) -> None:
+    whole = trained(2) / "parameter_server-adamw"
+    cut_back(whole, 3, to=tmp_path / "parameter_server-adamw")
+    overrides = (*overrides_of("parameter_server-adamw"), f"output_dir={tmp_path}", "name=parameter_server-adamw")
+    train_all(4, [(*overrides, "sync.num_servers=3")])
+    one, two = trained_state(whole), trained_state(tmp_path / "parameter_server-adamw")
+    torch.testing.assert_close(one["model"], two["model"])
+    torch.testing.assert_close(one["optimizer"]["state"], two["optimizer"]["state"])
+
+
+def test_local_sgd_is_saved_where_ranks_are_equal_and_goes_on_from_there(tmp_path: Path) -> None:
+    overrides = (*RUN, "sync=local_sgd", "sync.every_steps=2", "optimizer=adamw", f"output_dir={tmp_path}")
+    train_all(2, [(*overrides, "name=whole")])
+    saved = sorted(int(path.stem[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*.pt"))
+    assert saved == [4, 6, 8, 10, 12, 16]  # due at 3, 6, 9, 12, 15 and where the epochs of 8 steps end
+    for step in (4, 10):
+        cut_back(tmp_path / "whole", step, to=tmp_path / f"parts{step}")
+    train_all(2, [(*overrides, "name=parts4"), (*overrides, "name=parts10")])
+    for parts in ("parts4", "parts10"):
+        assert_bitwise(trained_state(tmp_path / "whole"), trained_state(tmp_path / parts))
+
+
+# --- replicas in one process --------------------------------------------------------------------
+
+
+def test_replicas_train_as_one_process_and_resume(tmp_path: Path) -> None:
+    common = (*RUN, f"output_dir={tmp_path}")
+    three = (*common, "sync=replicas", "sync.devices=[cpu,cpu,cpu]")
+    train_all(1, [(*common, "sync=none", "name=alone"), (*three, "name=three")])
+    torch.testing.assert_close(
+        newest_checkpoint(tmp_path / "alone")["model"], newest_checkpoint(tmp_path / "three")["model"]
+    )
+    cut_back(tmp_path / "three", 3, to=tmp_path / "parts")
+    train_all(1, [(*three, "name=parts")])
+    assert_bitwise(trained_state(tmp_path / "three"), trained_state(tmp_path / "parts"))
+
+
+# --- what is lossy ------------------------------------------------------------------------------
+
+LOSSY = {
+    "fp16": ("sync.comm_hook=fp16",),
+    "bf16": ("sync.comm_hook=bf16",),
+    "powersgd": ("sync.comm_hook=powersgd", "sync.powersgd_warmup_steps=20"),
+    "local_sgd": ("sync=local_sgd", "sync.every_steps=4"),
+}
+
+
+@pytest.mark.slow
+def test_lossy_strategies_reach_the_same_accuracy_on_digits(tmp_path: Path) -> None:
+    common = ("model=lenet", "data=digits", "epochs=30", "global_batch_size=64", "optimizer.lr=0.05",
+              "precision=fp32", f"output_dir={tmp_path}")  # fmt: skip
+    train_all(2, [(*common, "name=ddp"), *((*common, *extra, f"name={name}") for name, extra in LOSSY.items())])
+    exact = read_summary(tmp_path / "ddp")["eval/top1"]
+    assert exact > 0.97
+    for name in LOSSY:
+        assert abs(read_summary(tmp_path / name)["eval/top1"] - exact) <= 0.01, name
+    weights = {name: newest_checkpoint(tmp_path / name)["model"] for name in ("ddp", *LOSSY)}
+    for name in LOSSY:  # they are lossy: what was asked for is what ran
+        assert not all(torch.equal(weights["ddp"][key], weights[name][key]) for key in weights["ddp"]), name
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "said"),
+    [
+        (["sync=replicas"], 2, "sync=replicas is for one process and there are 2 ranks: use sync=ddp"),
+        (["sync=data_parallel"], 2, "sync=data_parallel is for one process and there are 2 ranks"),
+        (["sync=none"], 3, "sync=none is for one process and there are 3 ranks"),
+        (["sync=parameter_server", "sync.num_servers=3"], 2, "sync.num_servers=3 must be at most the number of ranks"),
+        (["sync=parameter_server", "precision=fp16"], 2, "precision=fp16 scales the loss"),
+        (["sync=local_sgd", "precision=fp16"], 1, "precision=fp16 scales the loss"),
+        (["sync=replicas", "sync.devices=[cpu,cuda:0]"], 1, "must all be cpu, or all be cuda"),
+        (["sync=replicas", "sync.devices=[]"], 1, "must all be cpu, or all be cuda"),
+        (["sync=ddp", "sync.powersgd_warmup_steps=1"], 2, "must be at least 2"),
+        (["sync=local_sgd", "sync.every_steps=0"], 2, "sync.every_steps=0 must be greater than 0"),
+    ],
+)
+def test_a_strategy_that_cannot_run_there_is_refused(overrides: list[str], ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        compose(*overrides).check_world_size(ranks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("sync=data_parallel", "device=cpu"), "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp"),
+        (("sync=replicas", "sync.devices=['cuda:0']", "device=cpu"), "sync.devices="),
+    ],
+)
+def test_a_strategy_without_its_devices_is_refused(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(compose(*TINY, *overrides, f"output_dir={tmp_path}"))
