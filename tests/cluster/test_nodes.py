@@ -117,15 +117,18 @@ def test_a_signal_on_one_host_stops_all_softly(hosts: Hosts, tmp_path: Path) -> 
     assert nothing_lost(job.run_dir)
 
 
-def test_the_end_of_the_launching_script_stops_all_hosts_softly(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_the_launching_script_stops_all_hosts_softly(
+    end: signal.Signals, hosts: Hosts, tmp_path: Path
+) -> None:
     launcher = hosts.start(
         0, [SCRIPT, *LONG, f"output_dir={tmp_path}", "name=run"], tmp_path / "launcher.log",
         HOSTS="node0 node1 node2 node3", NPROC="1", JOIN_SECONDS="60", SSH=str(hosts.ssh(tmp_path)),
     )  # fmt: skip
     checkpoints = tmp_path / "run" / "checkpoints"
     wait_for(lambda: list(checkpoints.glob("step-*.pt")), "a checkpoint")
-    launcher.kill()
-    launcher.wait()
+    launcher.send_signal(end)
+    assert launcher.wait(120) == (0 if end == signal.SIGTERM else -signal.SIGKILL)
     wait_for(lambda: not any(map(hosts.processes, range(4))), "all processes to end")
     assert (tmp_path / "run" / "stopped").exists(), (tmp_path / "launcher.log").read_text()
 
