@@ -110,7 +110,7 @@ class Hosts:
         with open(log, "a") as file:
             process = subprocess.Popen(
                 [*self.words(number), *command], cwd=log.parent,
-                env=clean_environment(**({"PYTHONPATH": str(ROOT)} | variables)),
+                env=clean_environment(**({"PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)} | variables)),
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
             )  # fmt: skip
         self._started.append(process)
