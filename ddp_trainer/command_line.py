@@ -74,7 +74,9 @@ def check_flags() -> None:
             raise ConfigError(message)
         if not what.startswith("-"):
             raise ConfigError(f"{what} stands apart from the other keys: put flags before or after all of them")
-        raise ConfigError(f"{what} is no flag: set a key without dashes, key=value; --hydra-help lists the flags")
+        raise ConfigError(
+            f"{what.split()[0]} is no flag: set a key without dashes, key=value; --hydra-help lists the flags"
+        )
 
     parser = get_args_parser()
     parser.error = reject  # type: ignore[method-assign]

@@ -258,10 +258,49 @@ class AdamWConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
         require_positive("optimizer.eps", self.eps)
-        require(
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            f"optimizer.betas={self.betas} must be two values in [0, 1)",
-        )
+        check_betas(self.betas)
+
+
+def check_betas(betas: list[float]) -> None:
+    """Refuse anything but two shares."""
+    require(
+        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+        f"optimizer.betas={betas} must be two values in [0, 1)",
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class LARSConfig(OptimizerConfig):
+    name: str = "lars"
+    lr: float = 5.0
+    """Peak learning rate for the global batch as given, before the trust ratio of each layer."""
+    momentum: float = 0.9
+    """Share of the former step, in [0, 1), that the next one keeps."""
+    nesterov: bool = False
+    """Look ahead along the momentum."""
+    trust_coefficient: float = 0.001
+    """Length of a layer's step over the length of its weights, at learning rate 1."""
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        require(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must be in [0, 1)")
+        require_positive("optimizer.trust_coefficient", self.trust_coefficient)
+
+
+@dataclass(kw_only=True, slots=True)
+class LAMBConfig(OptimizerConfig):
+    name: str = "lamb"
+    lr: float = 1e-2
+    """Peak learning rate for the global batch as given, before the trust ratio of each layer."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Shares, in [0, 1), that the running means of gradients and of their squares keep a step."""
+    eps: float = 1e-6
+    """Added to the denominator."""
+
+    def __post_init__(self) -> None:
+        OptimizerConfig.__post_init__(self)
+        require_positive("optimizer.eps", self.eps)
+        check_betas(self.betas)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -539,6 +578,11 @@ class Config:
             "backend=nccl serves GPUs and device=cpu: use backend=gloo, or device=cuda",
         )
         require(
+            self.on_nonfinite is OnNonfinite.stop or isinstance(self.optimizer, SGDConfig | AdamWConfig),
+            f"on_nonfinite=skip is for fused optimizers and optimizer={self.optimizer.name} is none: use sgd or adamw, "
+            "or on_nonfinite=stop",
+        )
+        require(
             self.precision is not Precision.fp16 or not isinstance(self.sync, ParameterServerConfig | LocalSGDConfig),
             f"precision=fp16 scales the loss by what all gradients are, and sync={self.sync.name} shows a rank only "
             "its own: use precision=bf16, or sync=ddp",
@@ -576,7 +620,7 @@ class Config:
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"resnet18": ResNet18Config, "lenet": LeNetConfig},
     "data": {"digits": DigitsConfig, "fashion_mnist": FashionMnistConfig, "synthetic": SyntheticConfig},
-    "optimizer": {"sgd": SGDConfig, "adamw": AdamWConfig},
+    "optimizer": {"sgd": SGDConfig, "adamw": AdamWConfig, "lars": LARSConfig, "lamb": LAMBConfig},
     "scheduler": {
         "constant": ConstantConfig,
         "step": StepConfig,

@@ -15,6 +15,8 @@ from ddp_trainer.config import (
     ConfigError,
     ConstantConfig,
     CosineConfig,
+    LAMBConfig,
+    LARSConfig,
     OneCycleConfig,
     OptimizerConfig,
     SchedulerConfig,
@@ -24,10 +26,10 @@ from ddp_trainer.config import (
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int) -> Optimizer:
-    """Return the fused optimizer that `config` names, at its peak learning rate.
+    """Return the optimizer that `config` names, at its peak learning rate.
 
     Raises:
-        ConfigError: there is no such optimizer.
+        ConfigError: there is no such optimizer, or its library is not installed.
     """
     lr = config.scaled_lr(global_batch_size)
     match config:
@@ -50,10 +52,46 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
                 weight_decay=config.weight_decay,
                 fused=True,
             )
+        case LARSConfig() | LAMBConfig():
+            return build_layerwise(config, parameters, lr=lr)
         case OptimizerConfig():
-            raise ConfigError(f"optimizer.name={config.name!r} is unknown: choose sgd or adamw")
+            raise ConfigError(f"optimizer.name={config.name!r} is unknown: choose sgd, adamw, lars or lamb")
         case _:
             assert_never(config)
+
+
+def build_layerwise(config: LARSConfig | LAMBConfig, parameters: Iterable[Parameter], *, lr: float) -> Optimizer:
+    """Return timm's LARS or LAMB. Biases and normalisation neither decay nor have a trust ratio, as in the papers.
+
+    Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888); You et
+    al., Large Batch Optimization for Deep Learning, 2020 (arXiv 1904.00962).
+
+    Raises:
+        ConfigError: timm is not installed.
+    """
+    try:
+        from timm.optim import Lamb, Lars  # an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"optimizer={config.name} needs timm: pip install 'ddp_trainer[large-batch]', or use optimizer=sgd"
+        ) from error
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    match config:
+        case LARSConfig():
+            return Lars(
+                groups,
+                lr,
+                momentum=config.momentum,  # type: ignore[arg-type]  # annotated by its default, 0
+                nesterov=config.nesterov,
+                trust_coeff=config.trust_coefficient,
+            )
+        case LAMBConfig():
+            beta1, beta2 = config.betas
+            return Lamb(groups, lr, betas=(beta1, beta2), eps=config.eps, max_grad_norm=None)
 
 
 def build_scheduler(

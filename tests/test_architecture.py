@@ -15,11 +15,11 @@ PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
     ("config", "composition", "environment", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
-     "summary", "watch", "explain", "timeline", "rollcall"),
+     "summary", "watch", "explain", "timeline", "costs", "rollcall"),
     ("trainer",),
     ("run",),
     ("command_line",),
-    ("__main__", "job", "verify", "preflight", "doctor"),
+    ("__main__", "benchmark", "job", "verify", "preflight", "doctor"),
 )  # fmt: skip
 """Rooms, a module or a package each, from the ground up. Layer 0 is in the order in which it may import itself."""
 

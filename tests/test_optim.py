@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from ddp_trainer.config import (
     ConfigError,
     ConstantConfig,
     CosineConfig,
+    LAMBConfig,
+    LARSConfig,
     OneCycleConfig,
     OptimizerConfig,
     SchedulerConfig,
@@ -138,7 +142,30 @@ def test_the_optimizers_step_as_torchs_plain_ones() -> None:
 
 
 def test_an_unknown_optimizer_or_schedule_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.name='lion' is unknown: choose sgd or adamw"):
+    with pytest.raises(ConfigError, match=r"optimizer\.name='lion' is unknown: choose sgd, adamw, lars or lamb"):
         build_optimizer(OptimizerConfig(name="lion", lr=1.0), [], global_batch_size=1)
     with pytest.raises(ConfigError, match=r"scheduler\.name='saw' is unknown: choose constant"):
         lr_factor(SchedulerConfig(name="saw"), 0, steps_per_epoch=1, total_steps=1)
+
+
+# --- layer-wise optimizers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [LARSConfig(weight_decay=0.1), LAMBConfig(weight_decay=0.1)])
+def test_a_layer_moves_in_proportion_to_its_length_and_biases_do_not_decay(config: OptimizerConfig) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(20, 10)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    optimizer = build_optimizer(config, layer.parameters(), global_batch_size=256)
+    layer.weight.grad, layer.bias.grad = torch.randn(10, 20) * 1e6, torch.zeros(10)
+    optimizer.step()
+    moved = (layer.weight.detach() - before[0]).norm()
+    share = config.trust_coefficient if isinstance(config, LARSConfig) else 1.0
+    assert float(moved) == pytest.approx(float(config.lr * share * before[0].norm()), rel=1e-3)
+    assert torch.equal(layer.bias, before[1])
+
+
+def test_an_optimizer_whose_library_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(ConfigError, match=r"optimizer=lars needs timm: pip install 'ddp_trainer\[large-batch\]'"):
+        build_optimizer(LARSConfig(), nn.Linear(2, 2).parameters(), global_batch_size=256)

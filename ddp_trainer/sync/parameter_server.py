@@ -47,10 +47,9 @@ class ParameterServerSync(GradientSync):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Gather every key's state from its owner: whoever restores it may have other owners."""
-        whole = optimizer.state_dict()
-        mine = {
-            index: whole["state"].get(index, {}) for index, key in enumerate(self.parameters) if self.store.owned(key)
-        }
+        whole, keys = optimizer.state_dict(), {parameter: key for key, parameter in self.parameters.items()}
+        ordered = [keys[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+        mine = {index: whole["state"].get(index, {}) for index, key in enumerate(ordered) if self.store.owned(key)}
         shapes = {i: {name: [str(v.dtype), *v.shape] for name, v in entry.items()} for i, entry in mine.items()}
         whole["state"] = {}
         for rank, described in enumerate(self.world.gather(shapes)):

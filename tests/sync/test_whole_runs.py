@@ -124,6 +124,18 @@ def test_a_servers_optimizer_goes_on_with_other_owners(trained: Callable[[int], 
     torch.testing.assert_close(one["optimizer"]["state"], two["optimizer"]["state"])
 
 
+def test_a_server_keeps_the_state_of_parameter_groups_apart(tmp_path: Path) -> None:
+    common = (*RUN, "optimizer=lars", f"output_dir={tmp_path}")
+    server = (*common, "sync=parameter_server", "sync.num_servers=2")
+    train_all(2, [(*common, "name=ddp"), (*server, "name=whole")])
+    torch.testing.assert_close(
+        trained_state(tmp_path / "ddp")["optimizer"], trained_state(tmp_path / "whole")["optimizer"]
+    )
+    cut_back(tmp_path / "whole", 3, to=tmp_path / "parts")
+    train_all(2, [(*server, "name=parts")])
+    assert_bitwise(trained_state(tmp_path / "whole"), trained_state(tmp_path / "parts"))
+
+
 def test_local_sgd_is_saved_where_ranks_are_equal_and_goes_on_from_there(tmp_path: Path) -> None:
     overrides = (*RUN, "sync=local_sgd", "sync.every_steps=2", "optimizer=adamw", f"output_dir={tmp_path}")
     train_all(2, [(*overrides, "name=whole")])
