@@ -40,7 +40,7 @@ from ddp_trainer.config import (
 from ddp_trainer.costs import shapes_of, traffic
 from ddp_trainer.distributed import World, connected
 from ddp_trainer.environment import read_environment
-from ddp_trainer.run import check_same_config, load, prepare_data, settle
+from ddp_trainer.run import check_same_start, load, prepare_data, settle
 from ddp_trainer.timeline import PHASES
 from ddp_trainer.trainer import Trainer
 from ddp_trainer.trial import Build, builder, take_steps
@@ -86,7 +86,7 @@ def compare(config: Config, folder: Path, arguments: argparse.Namespace) -> None
     refusal = prepare_data(config)
     with ExitStack() as stack:
         world = stack.enter_context(connected(config, environment))
-        check_same_config(config, world)
+        check_same_start(config, world)
         config = settle(config, world)
         splits = world.together(lambda: load(config, world, refusal))
         syncs = chosen(strategies(world), arguments.strategies)

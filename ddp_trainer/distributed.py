@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import os
-import socket
-import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from ddp_trainer.config import Backend, Config, ConfigError, Device, require
 from ddp_trainer.environment import Environment, usable_cores
+from ddp_trainer.network import route_to
 
 T = TypeVar("T")
 
@@ -134,26 +132,6 @@ def choose_threads(config: Config, environment: Environment) -> int:
     if isinstance(config.num_threads, int):
         return config.num_threads
     return max(1, usable_cores() // environment.local_world_size)
-
-
-def route_to(address: str) -> str | None:
-    """Return the name of the network interface whose address this host would use to reach `address`."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing: only asks the kernel for the route
-            own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode()[:15])
-                try:
-                    reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-                except OSError:
-                    continue  # an interface without an IPv4 address
-                if socket.inet_ntoa(reply[20:24]) == own:
-                    return name
-    except OSError:
-        return None
-    return None
 
 
 def connect(config: Config, environment: Environment) -> World:

@@ -34,7 +34,7 @@ from ddp_trainer.costs import shapes_of
 from ddp_trainer.distributed import World, connected
 from ddp_trainer.environment import read_environment
 from ddp_trainer.prediction import STRATEGIES, Compute, Network, Prediction, predict, smallest_hiding_batch
-from ddp_trainer.run import check_same_config, load, prepare_data, settle
+from ddp_trainer.run import check_same_start, load, prepare_data, settle
 from ddp_trainer.sync.base import flatten, unflatten
 from ddp_trainer.sync.ring import pass_on
 from ddp_trainer.trainer import Trainer
@@ -180,7 +180,7 @@ def plan(config: Config, folder: Path, arguments: argparse.Namespace) -> None:
     refusal = prepare_data(config)
     with ExitStack() as stack:
         world = stack.enter_context(connected(config, environment))
-        check_same_config(config, world)
+        check_same_start(config, world)
         config = settle(config, world)
         splits = world.together(lambda: load(config, world, refusal))
         build = builder(stack, splits=splits, folder=folder, environment=environment)

@@ -30,6 +30,7 @@ from ddp_trainer.interrupt import SoftStop
 from ddp_trainer.log import logging_to
 from ddp_trainer.models import build_model
 from ddp_trainer.optim import build_optimizer, build_scheduler
+from ddp_trainer.rollcall import versions
 from ddp_trainer.run_dir import claimed
 from ddp_trainer.seeding import derive_seed
 from ddp_trainer.summary import Status, Summary
@@ -57,7 +58,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     refusal = prepare_data(config)
     with ExitStack() as stack:
         world = stack.enter_context(connected(config, environment))
-        check_same_config(config, world)
+        check_same_start(config, world)
         config = settle(config, world)
         splits = world.together(lambda: load(config, world, refusal))
         aside = world.together(lambda: stack.enter_context(claimed(run_dir, config)) if world.is_main else None)
@@ -65,7 +66,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         stack.enter_context(logging_to(console, rank=world.rank, run_dir=run_dir))
         if aside is not None:
             logger.info("resume=never: the former run is now %s", aside)
-        stop_file = Path(environment.stop_file) if environment.stop_file and world.is_main else None
+        stop_file = Path(environment.stop_file) if environment.stop_file and world.local_rank == 0 else None
         stop = stack.enter_context(SoftStop(stop_file))
         watch = stack.enter_context(
             Watch(
@@ -102,14 +103,21 @@ def prepare_data(config: Config) -> ConfigError | None:
     return None
 
 
-def check_same_config(config: Config, world: World) -> None:
-    """Refuse to train when ranks were started with different configs. Collective.
+def check_same_start(config: Config, world: World) -> None:
+    """Refuse to train when ranks were started with different versions or configs. Collective.
 
     Raises:
-        ConfigError: names the keys that differ.
+        ConfigError: names what differs.
     """
-    digests = world.gather(digest(config))
-    if len(set(digests)) == 1:
+    starts = world.gather({"config": digest(config), **versions()})
+    for rank, start in enumerate(starts):
+        differ = [
+            f"{name} {start[name]} and rank 0 {starts[0][name]}"
+            for name in versions()
+            if start[name] != starts[0][name]
+        ]
+        require(not differ, f"rank {rank} has {', '.join(differ)}: install the same on all nodes")
+    if all(start == starts[0] for start in starts):
         return
     flats = world.gather(flatten(to_builtins(config)))
     for rank, flat in enumerate(flats):

@@ -13,13 +13,13 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
-    ("config", "composition", "environment", "files", "seeding", "distributed"),
+    ("config", "composition", "environment", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
-     "summary", "watch", "explain", "timeline", "costs"),
+     "summary", "watch", "explain", "timeline", "costs", "rollcall"),
     ("trainer", "prediction"),
     ("run",),
     ("command_line", "trial"),
-    ("agent", "benchmark", "job", "plan", "verify"),
+    ("agent", "benchmark", "doctor", "job", "plan", "preflight", "verify"),
     ("launchers",),
     ("__main__",),
 )  # fmt: skip

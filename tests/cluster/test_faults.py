@@ -1,0 +1,247 @@
+"""Start-up faults, each made for real on hosts of their own: the cause is named on the right host within 30 s."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+from cluster.namespaces import NEEDS, ROOT, Hosts, can_make_hosts
+
+pytestmark = pytest.mark.skipif(not can_make_hosts(), reason=NEEDS)
+
+SCRIPT = str(ROOT / "launch" / "multinode.sh")
+SECONDS = 30
+"""Until the sentence, of which nodes wait for each other:"""
+JOIN_SECONDS = 15
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(4) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Told:
+    """How multinode.sh ended on a host."""
+
+    code: int
+    seconds: float
+    output: str
+
+    @property
+    def error(self) -> str:
+        """Its one error; of a start that another host has called off, what is said of that."""
+        lines = self.output.splitlines()
+        [line] = [line for line in lines if line.startswith("error: ") or "called off by the head" in line]
+        return line
+
+
+class Launch:
+    """multinode.sh begun on hosts, to be ended by a fault."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *, nnodes: int = 2) -> None:
+        self.hosts, self.folder, self.nnodes = hosts, folder, nnodes
+        self.nodes: dict[int, tuple[subprocess.Popen, float]] = {}
+
+    def start(
+        self, *numbers: int, overrides: tuple[str, ...] = (), prefix: tuple[str, ...] = (), **variables: str
+    ) -> None:
+        """Start nodes; a variable replaces the one that the node would have."""
+        for number in numbers:
+            own = {
+                "NNODES": str(self.nnodes),
+                "NODE_RANK": str(number),
+                "HEAD": "node0",
+                "NPROC": "1",
+                "JOIN_SECONDS": str(JOIN_SECONDS),
+            }
+            command = [*prefix, SCRIPT, *TINY, f"output_dir={self.folder}", "name=run", *overrides]
+            process = self.hosts.start(number, command, self.folder / f"node{number}.log", **(own | variables))
+            self.nodes[number] = process, time.monotonic()
+
+    def end(self) -> dict[int, Told]:
+        """Return how the nodes ended; by then, the time that they had is over."""
+        told: dict[int, Told] = {}
+        while len(told) < len(self.nodes):
+            for number, (process, began) in self.nodes.items():
+                seconds = time.monotonic() - began
+                output = (self.folder / f"node{number}.log").read_text()
+                assert seconds < 2 * SECONDS, f"node {number} is still silent: {output}"
+                if number not in told and process.poll() is not None:
+                    told[number] = Told(process.returncode, seconds, (self.folder / f"node{number}.log").read_text())
+            time.sleep(0.05)
+        for number, node in told.items():
+            print(f"node {number}: exit {node.code} after {node.seconds:.1f} s: {node.output}")
+            assert node.code == 2, node.output
+            assert node.seconds < SECONDS
+            assert "Traceback" not in node.output
+        return told
+
+
+@pytest.fixture
+def launch(hosts: Hosts, tmp_path: Path) -> Launch:
+    return Launch(hosts, tmp_path)
+
+
+def test_the_heads_name_does_not_resolve(launch: Launch) -> None:
+    launch.start(1, HEAD="nowhere")
+    assert "head 'nowhere' does not resolve on this host" in launch.end()[1].error
+
+
+def test_the_heads_name_resolves_to_a_loopback_address(launch: Launch) -> None:
+    launch.hosts.know(0, {"node0": "127.0.1.1"})
+    launch.start(0, 1)
+    told = launch.end()
+    assert "head 'node0' resolves to 127.0.1.1 on this host" in told[0].error
+    assert "HEAD=10.83.0.1 if it is this host" in told[0].error
+    assert "nothing listened at 10.83.0.1:29400" in told[1].error
+
+
+def test_a_firewall_drops_what_goes_to_the_port(launch: Launch) -> None:
+    launch.hosts.on(0, "iptables -A INPUT -p tcp --dport 29400 -j DROP")
+    launch.start(0, 1)
+    told = launch.end()
+    assert "10.83.0.1:29400 does not answer, packets are dropped" in told[1].error
+    assert "1 of 2 nodes came within 15 s, missing: node 1" in told[0].error
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_firewall_knows_only_the_port_of_the_rendezvous(launch: Launch, closed: int) -> None:
+    """gloo and NCCL would hang at the ports that the system picks for them."""
+    launch.hosts.on(closed, "iptables -A INPUT -p tcp --syn ! --dport 29400 -j DROP")
+    launch.start(0, 1)
+    told = launch.end()
+    which = "it cannot reach the head at 10.83.0.1:" if closed == 0 else "the head cannot reach it at 10.83.0.2:"
+    assert f"error: node 1 (10.83.0.2): {which}" in told[0].error
+    assert "called off by the head" in told[1].error
+
+
+def test_there_is_no_route_to_the_head(launch: Launch) -> None:
+    launch.hosts.on(1, "ip route add blackhole 10.83.0.1/32")
+    launch.start(1)
+    assert "no route to the head's address 10.83.0.1" in launch.end()[1].error
+
+
+def test_the_head_is_down(launch: Launch) -> None:
+    launch.hosts.cut(0)
+    launch.start(1)
+    assert "10.83.0.1:29400 cannot be reached (No route to host)" in launch.end()[1].error
+
+
+def test_another_program_has_the_port(launch: Launch) -> None:
+    server = [sys.executable, "-m", "http.server", "29400", "--bind", "0.0.0.0"]
+    launch.hosts.start(0, server, launch.folder / "server.txt")
+    wait_for_listener(launch.hosts, 0)
+    launch.start(0, 1)
+    told = launch.end()
+    assert "port 29400 is taken on the head by another program" in told[0].error
+    assert "10.83.0.1:29400 on the head is taken by another program" in told[1].error
+
+
+def test_another_jobs_rendezvous_has_the_port(launch: Launch) -> None:
+    store = (
+        "import time, torch.distributed as dist\n"
+        "store = dist.TCPStore('10.83.0.1', 29400, is_master=True, wait_for_workers=False)\n"
+        "time.sleep(99)"
+    )
+    launch.hosts.start(0, [sys.executable, "-c", store], launch.folder / "store.txt")
+    wait_for_listener(launch.hosts, 0)
+    launch.start(0, 1)
+    told = launch.end()
+    assert "port 29400 is taken on the head by the rendezvous of another torchrun" in told[0].error
+    assert "10.83.0.1:29400 on the head is taken by the rendezvous of another job" in told[1].error
+
+
+def wait_for_listener(hosts: Hosts, number: int) -> None:
+    deadline = time.monotonic() + 60
+    check = [*hosts.words(number), "ss", "-Hltn", "sport = :29400"]
+    while not subprocess.run(check, capture_output=True, text=True, timeout=10, check=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_node_is_missing(hosts: Hosts, tmp_path: Path) -> None:
+    launch = Launch(hosts, tmp_path, nnodes=4)
+    launch.start(0, 1, 3)
+    told = launch.end()
+    assert "error: 3 of 4 nodes came within 15 s, missing: node 2" in told[0].error
+    for number in (1, 3):
+        assert f"node {number}: called off by the head: 3 of 4 nodes came" in told[number].error
+
+
+def test_two_nodes_have_the_same_rank(hosts: Hosts, tmp_path: Path) -> None:
+    launch = Launch(hosts, tmp_path, nnodes=4)
+    launch.start(0, 1, 2)
+    launch.start(3, NODE_RANK="2")
+    assert "error: node rank 2 was given to 10.83.0." in launch.end()[0].error
+
+
+def test_two_nodes_are_the_head(launch: Launch) -> None:
+    launch.start(1, NODE_RANK="0")
+    assert "node0 (10.83.0.1) is none of this host's addresses (127.0.0.1, 10.83.0.2)" in launch.end()[1].error
+
+
+def test_a_node_has_another_torch(launch: Launch) -> None:
+    other = launch.folder / "other" / "torch-1.13.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.1\n")
+    launch.start(0)
+    launch.start(1, PYTHONPATH=f"{other.parent}:{ROOT}")
+    assert "error: node 1 (10.83.0.2) has torch 1.13.1 and the head has 2." in launch.end()[0].error
+
+
+def test_a_node_has_another_ddp_trainer(launch: Launch) -> None:
+    other = launch.folder / "other"
+    for name in ("ddp_trainer", "conf"):
+        shutil.copytree(ROOT / name, other / name)
+    with open(other / "ddp_trainer" / "__init__.py", "a") as file:
+        file.write('__version__ = "99.0"\n')
+    launch.start(0)
+    launch.start(1, PYTHONPATH=str(other))
+    assert "error: node 1 (10.83.0.2) has ddp_trainer 99.0 and the head has" in launch.end()[0].error
+
+
+def test_a_nodes_clock_is_late(launch: Launch) -> None:
+    launch.start(0)
+    launch.start(1, prefix=("faketime", "-f", "-40s"))
+    assert "error: the clock of node 1 (10.83.0.2) is 40 s behind the head's" in launch.end()[0].error
+
+
+def test_a_node_has_another_config(launch: Launch) -> None:
+    launch.start(0)
+    launch.start(1, overrides=("seed=1",))
+    assert "error: node 1 (10.83.0.2) was started with another config (seed: 0 → 1)" in launch.end()[0].error
+
+
+def test_nccl_is_asked_for_without_a_gpu(launch: Launch) -> None:
+    launch.start(0, 1, overrides=("backend=nccl",))
+    assert "error: node 0 (10.83.0.1): backend=nccl needs a GPU and this node has none" in launch.end()[0].error
+
+
+def test_shared_memory_is_too_small_for_nccl(launch: Launch) -> None:
+    """/dev/shm is as small as Docker makes it; of the GPUs, only the names of their devices are there."""
+    small = (
+        'd=$(mktemp -d); mount -t tmpfs tmpfs "$d"; cp -a /dev/null /dev/zero /dev/random /dev/urandom "$d";'
+        'mkdir "$d/shm"; touch "$d/nvidia0" "$d/nvidia1"; mount --rbind "$d" /dev;'
+        'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$0" "$@"'
+    )
+    launch.start(0)
+    launch.start(1, prefix=("unshare", "--mount", "sh", "-c", small))
+    error = launch.end()[0].error
+    assert "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL wants 512 between 2 GPUs" in error
+
+
+def test_a_bad_config_is_one_error_and_nothing_starts(launch: Launch) -> None:
+    launch.start(0, overrides=("optimiser=sgd",))
+    told = launch.end()[0]
+    assert told.output.count("\n") == 1
+    assert told.output.startswith("error: ")

@@ -1,0 +1,44 @@
+"""Ranks that were started with different programs or settings are told so by all, right after they have joined."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY, compose, on_ranks
+
+from ddp_trainer.config import ConfigError
+from ddp_trainer.distributed import shutdown
+from ddp_trainer.environment import read_environment
+from ddp_trainer.run import run
+
+
+def refusal(override: str, torchvision: str | None, folder: str) -> str:
+    """Start to train, rank 1 with `override` and another torchvision, by what pip would have left there."""
+    own = [override] if read_environment().rank == 1 else []
+    if own and torchvision:
+        package = Path(folder) / f"torchvision-{torchvision}.dist-info"
+        package.mkdir()
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torchvision\nVersion: {torchvision}\n")
+        sys.path.insert(0, folder)
+    try:
+        run(compose(*TINY, f"output_dir={folder}", "name=run", *own))
+    except ConfigError as error:
+        shutdown()
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("override", "torchvision", "told"),
+    [
+        ("seed=3", None, "rank 1 was started with another config (seed: 0 → 3): use one command line"),
+        ("seed=0", "0.14.1", "rank 1 has torchvision 0.14.1 and rank 0 0."),
+    ],
+)
+def test_ranks_that_differ_are_refused_alike(override: str, torchvision: str | None, told: str, tmp_path: Path) -> None:
+    first, second = on_ranks(2, refusal, override, torchvision, str(tmp_path))
+    assert first == second
+    assert first.startswith(told)
+    assert not (tmp_path / "run").exists()
