@@ -287,7 +287,7 @@ def draw(rows: list[dict[str, Any]], about: dict[str, Any], path: Path) -> Path:
         right.barh(names, lengths, left=begin, color=colour, label=label)
         begin = [start + length for start, length in zip(begin, lengths, strict=True)]
     right.set(xlabel="milliseconds of a step")
-    right.legend(fontsize=8, loc="lower right")
+    figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=len(labels))
     figure.suptitle(
         f"{about['model']} on {about['data']}, {about['world_size']} ranks of {about['threads_per_rank']} thread(s), "
         f"{about['backend']}, {about['precision']}, global batch {about['global_batch_size']}"

@@ -122,8 +122,8 @@ def measure_network(world: World, size: float) -> Network:
 def exchange_many(tensors: list[Tensor], world: World) -> None:
     """Send `tensors` to the next rank while receiving as many from the one before."""
     after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
-    operations = [dist.P2POp(dist.isend, tensor, after) for tensor in tensors]
-    operations += [dist.P2POp(dist.irecv, tensor.clone(), before) for tensor in tensors]
+    operations = [dist.P2POp(dist.irecv, tensor.clone(), before) for tensor in tensors]
+    operations += [dist.P2POp(dist.isend, tensor, after) for tensor in tensors]
     for request in dist.batch_isend_irecv(operations):
         request.wait()
 

@@ -47,6 +47,7 @@ def take_steps(trainer: Trainer, steps: int) -> dict[str, float]:
         batch = next(batches)
         trainer.train_step(batch.images, batch.labels)
         trainer.progress.step += 1
+    trainer.enter("gradient sync")
     trainer.sync.settle(trainer.optimizer)
     return trainer.timeline.close_window(trainer.config.global_batch_size)
 

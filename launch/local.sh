@@ -11,5 +11,5 @@ count_ranks
 make_work
 choose_program "$ranks" "$@"
 export DDP_TRAINER_COMMAND=${DDP_TRAINER_COMMAND:-"NPROC=$ranks $(quote "$0" "$@")"}
-supervise "$python" -m torch.distributed.run --standalone --nproc_per_node="$ranks" \
+supervise "$python" -m ddp_trainer.agent --standalone --nproc_per_node="$ranks" \
     --log_dir="$work/torchrun" "${program[@]}"

@@ -38,7 +38,7 @@ run_here() {
     address=$("$python" -m ddp_trainer.preflight --head="$HEAD" --port="$PORT" --nnodes="$NNODES" \
         --node-rank="$NODE_RANK" --timeout="${JOIN_SECONDS:-20}" --rdzv-id="$job" "${compare[@]}") || exit $?
     if ((NODE_RANK == 0)); then is_host=1; fi
-    supervise "$python" -m torch.distributed.run --nnodes="$NNODES" --nproc_per_node="$ranks" "${elastic[@]}" \
+    supervise "$python" -m ddp_trainer.agent --nnodes="$NNODES" --nproc_per_node="$ranks" "${elastic[@]}" \
         --rdzv_backend=c10d --rdzv_endpoint="$HEAD:$PORT" --rdzv_id="$job" --local_addr="$address" \
         --rdzv_conf="is_host=$is_host,$conf" --log_dir="$work/torchrun" "${program[@]}"
 }

@@ -25,6 +25,8 @@ from torch.distributed import TCPStore
 
 from ddp_trainer.composition import resolve
 from ddp_trainer.config import Config, config_dir, register_configs
+from ddp_trainer.distributed import connected
+from ddp_trainer.environment import read_environment
 from ddp_trainer.run import run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -208,6 +210,17 @@ def _train(overrides: tuple[str, ...]) -> str:
 def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str, Any]:
     """Train with `overrides` on so many ranks and return the summary."""
     return json.loads(on_ranks(world_size, _train, overrides, deadline=deadline)[0])
+
+
+def _train_one_after_another(jobs: list[tuple[str, ...]]) -> None:
+    with connected(compose(*TINY), read_environment()):
+        for overrides in jobs:
+            run(compose(*overrides))
+
+
+def train_all(world_size: int, jobs: list[tuple[str, ...]], *, deadline: float = 240) -> None:
+    """Train `jobs`, each its overrides, one after another in one process group: a run then takes half a second."""
+    on_ranks(world_size, _train_one_after_another, jobs, deadline=deadline)
 
 
 # --- CI: a skipped test is a failed run -----------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, records
+from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all
 
 MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.crop_padding=2")
 VARIANTS = {
@@ -27,25 +28,40 @@ def trained_state(run_dir: Path) -> dict:
     return state
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that trains every variant on so many ranks: left alone in whole-…, resumed in parts-…"""
+
+    @functools.cache
+    def train(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"W{ranks}")
+        jobs: list[tuple[str, ...]] = []
+        for variant, extra in VARIANTS.items():
+            common = (*MIDDLE, *extra, f"output_dir={folder}")
+            parts = (*common, f"name=parts-{variant}")
+            jobs += [(*common, f"name=whole-{variant}"), (*parts, "max_steps=5"), parts]
+        train_all(ranks, jobs)
+        return folder
+
+    return train
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_stopped_in_mid_epoch_and_resumed_is_bitwise_the_same(
-    ranks: int, variant: str, train_in: Callable[..., Path]
+    ranks: int, variant: str, trained: Callable[[int], Path]
 ) -> None:
-    overrides = (*MIDDLE, *VARIANTS[variant])
-    whole = train_in("whole", *overrides, ranks=ranks)
-    train_in("parts", *overrides, "max_steps=5", ranks=ranks)
-    parts = train_in("parts", *overrides, ranks=ranks)
+    whole, parts = (trained(ranks) / f"{one}-{variant}" for one in ("whole", "parts"))
     assert read_summary(parts)["steps"] == read_summary(whole)["steps"] > 5
     assert_bitwise(trained_state(whole), trained_state(parts))
     digests = [[record["ledger/digest"] for record in records(run, "ledger/digest")] for run in (whole, parts)]
     assert digests[0] == digests[1][-len(digests[0]) :]
 
 
-def test_four_ranks_resume_bitwise(train_in: Callable[..., Path]) -> None:
-    whole = train_in("whole", *MIDDLE, ranks=4)
-    train_in("parts", *MIDDLE, "max_steps=5", ranks=4)
-    assert_bitwise(trained_state(whole), trained_state(train_in("parts", *MIDDLE, ranks=4)))
+def test_a_new_process_resumes_bitwise(train_in: Callable[..., Path]) -> None:
+    whole = train_in("whole", *MIDDLE, ranks=3)
+    train_in("parts", *MIDDLE, "max_steps=5", ranks=3)
+    assert_bitwise(trained_state(whole), trained_state(train_in("parts", *MIDDLE, ranks=3)))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (4, 1)])

@@ -70,8 +70,9 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def finish(operations: list[dist.P2POp]) -> None:
-    """Run all sends and receives at once and wait for them."""
-    for request in dist.batch_isend_irecv(operations) if operations else ():
+    """Run all receives and sends at once and wait for them; receives come first, or gloo goes one way at a time."""
+    ordered = sorted(operations, key=lambda operation: operation.op is dist.isend)
+    for request in dist.batch_isend_irecv(ordered) if ordered else ():
         request.wait()
 
 
