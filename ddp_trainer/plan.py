@@ -96,8 +96,12 @@ def ready_times(trainer: Trainer, *, steps: int, forward_backward: float) -> lis
     return [when * forward_backward / max(medians) for when in medians]
 
 
-def measure_network(world: World, size: float) -> Network:
-    """Return what messages of this process group cost, up to `size` bytes. Collective: every rank must call this."""
+def measure_network(world: World, compute: Compute, trainer: Trainer) -> Network:
+    """Return what messages of this process group cost, up to the size of all gradients, and what they cost `trainer`.
+
+    Collective: every rank must call this.
+    """
+    size = compute.size
     elements = int(size // 4)
     rounds = 2 * (world.world_size - 1)
     small, large = torch.zeros(1, device=world.device), torch.zeros(elements, device=world.device)
@@ -114,9 +118,35 @@ def measure_network(world: World, size: float) -> Network:
     many = [torch.zeros(1, device=world.device) for _ in range(64)]
     message = max(0.0, timed(lambda: exchange_many(many, world), world) - pair_latency) / len(many)
     found = Network(
-        latency=latency, bandwidth=bandwidth, pair_latency=pair_latency, pair_bandwidth=pair_bandwidth, message=message
-    )
+        latency=latency, bandwidth=bandwidth, pair_latency=pair_latency, pair_bandwidth=pair_bandwidth, message=message,
+        interference=0.0,
+    )  # fmt: skip
+    found = replace(found, interference=measure_interference(trainer, world, compute, found, large))
     return Network(**world.broadcast(asdict(found)))
+
+
+def measure_interference(trainer: Trainer, world: World, compute: Compute, network: Network, large: Tensor) -> float:
+    """Return the seconds that forward and backward take longer for each byte of `large` all-reduced meanwhile.
+
+    Collective: every rank must call this.
+    """
+    pending: list[dist.Work] = []
+
+    def send(*_: object) -> None:
+        if work := dist.all_reduce(large, async_op=True):
+            pending.append(work)
+
+    handle = trainer.model.register_forward_pre_hook(send)
+    found = []
+    for _ in range(8):
+        tags = take_steps(trainer, 1)
+        found.append(seconds(tags, "forward_backward") + seconds(tags, "communication"))
+        while pending:
+            pending.pop().wait()
+    handle.remove()
+    spent = statistics.median(found)
+    overlapped = compute.size * min(1.0, spent / network.all_reduce(compute.size, world.world_size))
+    return max(0.0, spent - compute.forward_backward) / overlapped
 
 
 def exchange_many(tensors: list[Tensor], world: World) -> None:
@@ -190,7 +220,7 @@ def plan(config: Config, folder: Path, arguments: argparse.Namespace) -> None:
         ]
         compute = measure_compute(subjects[0], subjects[1], steps=arguments.steps)
         if given[0] is None:
-            network = measure_network(world, compute.size)
+            network = measure_network(world, compute, subjects[0])
         else:
             network = Network.given(latency=given[1] / 1e6, bandwidth=given[0] * 1e6 / 8)
         if world.is_main:

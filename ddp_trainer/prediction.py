@@ -63,11 +63,20 @@ class Network:
     pair_bandwidth: float
     message: float
     """The host's own time for a message among many."""
+    interference: float
+    """How much longer computing takes for each byte that is all-reduced meanwhile, by the same cores, say."""
 
     @classmethod
     def given(cls, *, latency: float, bandwidth: float) -> Network:
         """Return a network of which no more is known."""
-        return cls(latency=latency, bandwidth=bandwidth, pair_latency=latency, pair_bandwidth=bandwidth, message=0.0)
+        return cls(
+            latency=latency,
+            bandwidth=bandwidth,
+            pair_latency=latency,
+            pair_bandwidth=bandwidth,
+            message=0.0,
+            interference=0.0,
+        )
 
     def all_reduce(self, size: float, world_size: int) -> float:
         """Return the seconds of all-reducing `size` bytes around a ring of `world_size` ranks."""
@@ -116,14 +125,18 @@ def predict(
 
 
 def exposed_by_ddp(compute: Compute, network: Network, world_size: int, *, bucket_cap_mb: int) -> float:
-    """Return the seconds from the end of backward until the last bucket has been reduced.
+    """Return by how much a step lasts longer: what is sent in time slows computing down, the rest is waited for.
 
     A bucket leaves when the last of its gradients is there and the one before it has arrived.
     """
+    sent = buckets(compute, bucket_cap_mb=bucket_cap_mb)
+    in_time = compute.size * (compute.forward_backward - sent[0][1]) / network.all_reduce(compute.size, world_size)
+    slower = network.interference * min(in_time, compute.size - sent[-1][0])
+    stretch = 1 + slower / compute.forward_backward
     arrived = 0.0
-    for size, ready in buckets(compute, bucket_cap_mb=bucket_cap_mb):
-        arrived = max(arrived, ready) + network.all_reduce(size, world_size)
-    return max(0.0, arrived - compute.forward_backward)
+    for size, ready in sent:
+        arrived = max(arrived, ready * stretch) + network.all_reduce(size, world_size)
+    return max(slower, arrived - compute.forward_backward)
 
 
 def buckets(compute: Compute, *, bucket_cap_mb: int) -> list[tuple[float, float]]:

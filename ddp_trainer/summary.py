@@ -31,6 +31,8 @@ class Summary:
     """Wall-clock seconds of training and evaluation over all launches."""
     images_per_second: float
     """Training only, all ranks: the median over log windows."""
+    mfu: float
+    """Model FLOPs utilisation: the share of a rank's measured peak that training used at that speed."""
     seconds_per_epoch: float
     world_size: int
     device: str

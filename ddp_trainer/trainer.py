@@ -19,6 +19,7 @@ from ddp_trainer.composition import to_builtins
 from ddp_trainer.config import Config, OnNonfinite, Precision
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
+from ddp_trainer.flops import Utilisation
 from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Sums, fingerprint, peak_memory_mb
 from ddp_trainer.optim import match_layout
 from ddp_trainer.summary import Status, Summary
@@ -75,6 +76,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision is Precision.fp16)
         self.steps_per_epoch = loader.sampler.steps_per_epoch
         self.progress, self.timeline = Progress(world), Timeline(world.device, model)
+        self.utilisation = Utilisation(model, loader.image_shape, device=world.device, dtype=self.autocast_dtype)
         self.lr = 0.0
         """What the last step used."""
         self.epoch_seconds: list[float] = []
@@ -286,6 +288,9 @@ class Trainer:
         tags |= self.timeline.close_window(self.config.global_batch_size)
         rate = self.timeline.rates[-1]
         tags["throughput/images_per_second_per_rank"] = rate / self.world.world_size
+        tags["throughput/mfu"] = self.utilisation.at(rate / self.world.world_size)
+        if len(self.timeline.rates) == 1:  # the peak has just been measured: that is not of the next window's time
+            self.timeline.restart()
         tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
         self.writer.scalars(tags, step=self.step, epoch=epoch)
         self.train_line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
@@ -400,6 +405,7 @@ class Trainer:
             steps=self.step,
             seconds=self.progress.seconds(),
             images_per_second=rate,
+            mfu=self.utilisation.at(rate / self.world.world_size) if rate else 0.0,
             seconds_per_epoch=whole_epochs[len(whole_epochs) // 2] if whole_epochs else estimate,
             world_size=self.world.world_size,
             device=self.world.device.type,

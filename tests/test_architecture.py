@@ -15,7 +15,7 @@ PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
     ("config", "composition", "environment", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
-     "summary", "watch", "explain", "timeline", "costs", "rollcall"),
+     "summary", "watch", "explain", "timeline", "costs", "flops", "rollcall"),
     ("trainer", "prediction"),
     ("run",),
     ("command_line", "trial"),

@@ -70,6 +70,12 @@ def test_only_what_backward_does_not_hide_is_exposed() -> None:
     assert exposed_by_ddp(COMPUTE, slow, 2, bucket_cap_mb=4) == pytest.approx(0.5 + together - 0.9)
 
 
+def test_what_is_sent_meanwhile_slows_computing_down() -> None:
+    busy = replace(NETWORK, interference=0.01 / MB)
+    last = NETWORK.all_reduce(MB, 2)  # 6 of 7 MiB are sent before backward ends, which is 0.06 s later for it
+    assert exposed_by_ddp(COMPUTE, busy, 2, bucket_cap_mb=4) == pytest.approx(0.06 + last)
+
+
 def test_the_smallest_batch_is_where_t1_reaches_t2() -> None:
     for ranks in (2, 64, 1024):
         batch = smallest_hiding_batch(COMPUTE, NETWORK, ranks)

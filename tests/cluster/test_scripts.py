@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import TINY, clean_environment, read_summary, run_command
 
-LOCAL = str(Path(__file__).resolve().parents[1] / "launch" / "local.sh")
+LOCAL = str(Path(__file__).resolve().parents[2] / "launch" / "local.sh")
 HOSTILE = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nsecond line"
 
 
@@ -45,6 +46,15 @@ def test_a_mistake_is_one_error_and_nothing_starts(argument: str, ranks: str, to
     done = run_command([LOCAL, *TINY, argument, f"output_dir={tmp_path}"], NPROC=ranks, PYTHON=sys.executable)
     assert (done.code, done.output) == (2, told)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running(tmp_path: Path) -> Iterator[None]:
+    """End what a test that failed has left: it would train for minutes."""
+    yield
+    for pid in ranks_of(tmp_path):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start(tmp_path: Path) -> subprocess.Popen:
@@ -88,7 +98,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     process = start(tmp_path)
     commands = {pid: read(Path(f"/proc/{pid}/cmdline")) for pid in ranks_of(tmp_path)}
     ranks = [
-        pid for pid, words in commands.items() if b"ddp_trainer.job" in words and b"torch.distributed" not in words
+        pid for pid, words in commands.items() if b"ddp_trainer.job" in words and b"ddp_trainer.agent" not in words
     ]
     assert len(ranks) == 2, commands
     os.kill(ranks[0], signal.SIGSTOP)  # so that the soft stop cannot come to its end
