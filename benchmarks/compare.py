@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ import torch
 
 HERE = Path(__file__).parent
 PEERS = {"plain DDP": "plain_ddp.py", "Lightning": "lightning_ddp.py", "Accelerate": "accelerate_ddp.py"}
-DEFAULTS = "ddp_trainer"
+DEFAULTS, FAST, ONE_RANK = "ddp_trainer", "ddp_trainer, fast recipe", "ddp_trainer, one rank"
 ALIKE, PLAIN_ALIKE, BARE = "ddp_trainer, alike", "plain DDP, alike", "bare loop, alike"
-AS_A_USER, LIKE_FOR_LIKE = (DEFAULTS, *PEERS), (ALIKE, PLAIN_ALIKE, BARE)
+FAST_RECIPES = {"lenet": "fashion_mnist_lenet_fast"}
+LIKE_FOR_LIKE = (ALIKE, PLAIN_ALIKE, BARE)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 DEADLINE_SECONDS = 1200
 
@@ -48,7 +49,15 @@ class Job:
     window: int
     precision: str
     """Of the like-for-like comparison and of all peers."""
+    device: str
     data: Path
+
+    @property
+    def as_a_user(self) -> tuple[str, ...]:
+        """Everybody's defaults, our fast recipe where there is one, and ourselves on one rank."""
+        fast = (FAST,) if self.model in FAST_RECIPES else ()
+        alone = (ONE_RANK,) if self.ranks > 1 else ()
+        return (DEFAULTS, *fast, *PEERS, *alone)
 
 
 @dataclass(kw_only=True)
@@ -65,7 +74,8 @@ class Result:
 
 def torchrun(job: Job, *command: str, alike: bool) -> str:
     """Run `command` on the job's ranks, one thread each; return what it printed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (KEEP_FREED_MEMORY if alike else {})
+    threads = {"OMP_NUM_THREADS": "1"} if job.device == "cpu" else {}
+    environment = os.environ | threads | (KEEP_FREED_MEMORY if alike else {})
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.ranks}")
     done = subprocess.run(
         [sys.executable, *launcher, *command], cwd=HERE.parent, env=environment,
@@ -80,12 +90,14 @@ def run_peer(job: Job, script: str, *, workers: int, alike: bool = False) -> dic
     """Run one of peers/ and return its report."""
     options = {
         "data": job.data, "model": job.model, "steps": job.steps, "window": job.window, "workers": workers,
-        "batch-size": job.global_batch_size // job.ranks, "precision": job.precision, "launched": time.time(),
+        "batch-size": job.global_batch_size // job.ranks, "precision": job.precision, "device": job.device,
+        "launched": time.time(),
     }  # fmt: skip
     words = (f"--{key}={value}" for key, value in options.items())
     output = torchrun(job, str(HERE / "peers" / script), *words, alike=alike)
     report = next(json.loads(line) for line in output.splitlines() if line.startswith('{"images_per_second"'))
-    assert (report["num_threads"], report["world_size"]) == (1, job.ranks), report
+    assert report["world_size"] == job.ranks, report
+    assert job.device != "cpu" or report["num_threads"] == 1, report
     return report
 
 
@@ -97,7 +109,7 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
             job, "-m", "ddp_trainer", f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
             f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
             f"log_every_steps={job.window}", "data.augment.crop_padding=2", f"output_dir={folder}", "name=bench",
-            *overrides,
+            f"device={job.device}", "num_threads=1", *overrides,
             alike=alike,
         )  # fmt: skip
         run_dir = Path(folder) / "bench"
@@ -126,7 +138,7 @@ def best_workers(job: Job, script: str) -> int:
 
 def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Result]:
     """Run every contestant `rounds` times, interleaved."""
-    results = {name: Result() for name in (*AS_A_USER, *LIKE_FOR_LIKE)}
+    results = {name: Result() for name in (*job.as_a_user, *LIKE_FOR_LIKE)}
     for name, script in PEERS.items():
         results[name].workers = best_workers(job, script) if workers is None else workers
     results[PLAIN_ALIKE].workers = results["plain DDP"].workers
@@ -156,6 +168,10 @@ def run_contestant(job: Job, name: str, *, workers: int) -> dict[str, Any]:
     """Run one contestant once."""
     if name == DEFAULTS:
         return run_ours(job)
+    if name == FAST:
+        return run_ours(job, f"experiment={FAST_RECIPES[job.model]}")
+    if name == ONE_RANK:
+        return run_ours(replace(job, ranks=1, global_batch_size=job.global_batch_size // job.ranks))
     if name == ALIKE:
         return run_ours(job, f"precision={job.precision}", "compile=false", alike=True)
     if name == BARE:
@@ -234,16 +250,20 @@ def parse() -> tuple[Job, argparse.Namespace]:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--global-batch-size", type=int, default=256)
-    parser.add_argument("--steps", type=int, help="default: 200 for lenet, 8 for resnet18")
+    parser.add_argument("--steps", type=int, help="default: 200 for lenet, 8 for resnet18, 400 on a GPU")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, help="of the peers' loaders; default: each peer's best of 0, 1 and 2")
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     steps, window = (200, 20) if options.model == "lenet" else (8, 1)
+    if options.device == "cuda":
+        steps, window = 400, 50
     job = Job(
         model=options.model, ranks=options.ranks, global_batch_size=options.global_batch_size, data=options.data,
         steps=options.steps or steps, window=window, precision=options.precision,
+        device=options.device,
     )  # fmt: skip
     return job, options
 
@@ -255,7 +275,7 @@ def main() -> None:
     print(f"{processor}; load before: {load:.2f}", flush=True)
     results = run_rounds(job, rounds=options.rounds, workers=options.workers)
     versions = sorted({result.version for result in results.values()})
-    print(f"\nAs a user would run it\n\n{table(results, AS_A_USER, base=best_peer(results))}")
+    print(f"\nAs a user would run it\n\n{table(results, job.as_a_user, base=best_peer(results))}")
     print(f"\nLike for like, {job.precision}\n\n{table(results, LIKE_FOR_LIKE, base=PLAIN_ALIKE)}")
     print(f"\n{', '.join(versions)}, Python {platform.python_version()}")
     options.results.mkdir(parents=True, exist_ok=True)

@@ -38,9 +38,9 @@ from ddp_trainer.config import (
     require,
 )
 from ddp_trainer.costs import shapes_of, traffic
-from ddp_trainer.distributed import World, connected
+from ddp_trainer.distributed import World
 from ddp_trainer.environment import read_environment
-from ddp_trainer.run import check_same_start, load, prepare_data, settle
+from ddp_trainer.start import start
 from ddp_trainer.timeline import PHASES
 from ddp_trainer.trainer import Trainer
 from ddp_trainer.trial import Build, builder, take_steps
@@ -82,13 +82,8 @@ def compare(config: Config, folder: Path, arguments: argparse.Namespace) -> None
     for key in ("rounds", "steps"):
         require(getattr(arguments, key) >= 1, f"--{key}={getattr(arguments, key)} must be at least 1")
     environment = read_environment()
-    config.check_world_size(environment.world_size)
-    refusal = prepare_data(config)
     with ExitStack() as stack:
-        world = stack.enter_context(connected(config, environment))
-        check_same_start(config, world)
-        config = settle(config, world)
-        splits = world.together(lambda: load(config, world, refusal))
+        config, world, splits = start(config, environment, stack)
         syncs = chosen(strategies(world), arguments.strategies)
         build = builder(stack, splits=splits, folder=folder, environment=environment)
         contestants = [contestant(name, replace(config, sync=sync), world, build) for name, sync in syncs.items()]

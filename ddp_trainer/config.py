@@ -9,29 +9,109 @@ import math
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from ddp_trainer.schemas.data import (
+    AugmentConfig,
+    DataConfig,
+    DigitsConfig,
+    FashionMnistConfig,
+    SyntheticConfig,
+    check_crop,
+)
+from ddp_trainer.schemas.models import (
+    LeNetConfig,
+    LeNetInit,
+    ModelConfig,
+    ResNet18Config,
+    Stem,
+)
+from ddp_trainer.schemas.optim import (
+    AdamWConfig,
+    ConstantConfig,
+    CosineConfig,
+    LAMBConfig,
+    LARSConfig,
+    OneCycleConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SGDConfig,
+    StepConfig,
+    check_betas,
+)
+from ddp_trainer.schemas.rules import (
+    RULES,
+    ConfigError,
+    flatten,
+    require,
+    require_positive,
+)
+from ddp_trainer.schemas.sync import (
+    AllReduceConfig,
+    Bucket,
+    CommHook,
+    DataParallelConfig,
+    DDPConfig,
+    LocalSGDConfig,
+    NoSyncConfig,
+    ParameterServerConfig,
+    ReplicasConfig,
+    RingConfig,
+    SyncConfig,
+)
 
-class ConfigError(ValueError):
-    """The user's input breaks a rule. ``str(error)`` is the whole message: key, value, rule, way out."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ``ConfigError(message)`` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def require_positive(key: str, value: float | None) -> None:
-    """Refuse zero and negative values of `key`; None means "not set" and passes."""
-    require(value is None or value > 0, f"{key}={value} must be greater than 0")
-
-
-RULES = {"num_threads": "auto or 1 to 1024", "channels_last": "auto, true or false"}
-"""What the keys that take more than one type must be."""
+__all__ = [
+    "RULES",
+    "SCHEMAS",
+    "AdamWConfig",
+    "AllReduceConfig",
+    "AugmentConfig",
+    "Backend",
+    "Bucket",
+    "CheckpointConfig",
+    "CommHook",
+    "Config",
+    "ConfigError",
+    "ConstantConfig",
+    "CosineConfig",
+    "DDPConfig",
+    "DataConfig",
+    "DataParallelConfig",
+    "Device",
+    "DigitsConfig",
+    "FashionMnistConfig",
+    "LAMBConfig",
+    "LARSConfig",
+    "LeNetConfig",
+    "LeNetInit",
+    "LocalSGDConfig",
+    "ModelConfig",
+    "NoSyncConfig",
+    "OnNonfinite",
+    "OneCycleConfig",
+    "OptimizerConfig",
+    "ParameterServerConfig",
+    "Precision",
+    "ReplicasConfig",
+    "ResNet18Config",
+    "Resume",
+    "RingConfig",
+    "SGDConfig",
+    "SchedulerConfig",
+    "Stem",
+    "StepConfig",
+    "SyncConfig",
+    "SyntheticConfig",
+    "check_betas",
+    "check_crop",
+    "config_dir",
+    "flatten",
+    "register_configs",
+    "require",
+    "require_positive",
+]
 
 
 class Precision(Enum):
@@ -62,394 +142,6 @@ class Resume(Enum):
 class OnNonfinite(Enum):
     stop = "stop"
     skip = "skip"
-
-
-class CommHook(Enum):
-    none = "none"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    powersgd = "powersgd"
-
-
-class Bucket(Enum):
-    parameter = "parameter"
-    flat = "flat"
-
-
-class Stem(Enum):
-    imagenet = "imagenet"
-    small = "small"
-
-
-class LeNetInit(Enum):
-    default = "default"
-    notes = "notes"
-
-
-# --- models -----------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, slots=True)
-class ModelConfig:
-    name: str = MISSING
-
-
-@dataclass(kw_only=True, slots=True)
-class ResNet18Config(ModelConfig):
-    name: str = "resnet18"
-    stem: Stem = Stem.small
-    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no max pool, for images under 64 pixels."""
-
-
-@dataclass(kw_only=True, slots=True)
-class LeNetConfig(ModelConfig):
-    name: str = "lenet"
-    init: LeNetInit = LeNetInit.default
-    """default: PyTorch's; notes: weights from a normal distribution of standard deviation 0.01."""
-
-
-# --- data -------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, slots=True)
-class AugmentConfig:
-    crop_padding: int = 0
-    """Zero pixels added on each side before a random crop back to the original size; 0: no crop."""
-    flip: bool = False
-    """Mirror half of the images left to right."""
-    erase: float = 0.0
-    """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.crop_padding >= 0,
-            f"data.augment.crop_padding={self.crop_padding} must be 0 (no crop) or more pixels",
-        )
-        require(
-            0 <= self.erase <= 1,
-            f"data.augment.erase={self.erase} is a probability: choose a value in [0, 1]",
-        )
-
-
-def check_crop(augment: AugmentConfig, *, height: int, width: int) -> None:
-    """Refuse a crop that may miss the image altogether.
-
-    Raises:
-        ConfigError: the border is as wide as the image or wider.
-    """
-    require(
-        augment.crop_padding < min(height, width),
-        f"data.augment.crop_padding={augment.crop_padding} must be smaller than the images of {height}×{width} pixels",
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class DataConfig:
-    name: str = MISSING
-    mean: list[float] = MISSING
-    """Per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
-    std: list[float] = MISSING
-    """Per channel; divided by after the mean is subtracted."""
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
-
-    def __post_init__(self) -> None:
-        require(
-            len(self.mean) == len(self.std) > 0,
-            f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
-        )
-        require(all(s > 0 for s in self.std), f"data.std={self.std} must be greater than 0 in every channel")
-
-
-@dataclass(kw_only=True, slots=True)
-class DigitsConfig(DataConfig):
-    name: str = "digits"
-
-
-@dataclass(kw_only=True, slots=True)
-class FashionMnistConfig(DataConfig):
-    name: str = "fashion_mnist"
-    root: str | None = None
-    """Folder with the four IDX files (gz or not); null: Debian's, else ~/.cache, downloaded once."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SyntheticConfig(DataConfig):
-    name: str = "synthetic"
-    num_train: int = 4096
-    """Training images."""
-    num_eval: int = 512
-    """Evaluation images."""
-    channels: int = 3
-    """As many values as mean and std have."""
-    height: int = 32
-    """Pixels."""
-    width: int = 32
-    """Pixels."""
-    num_classes: int = 10
-    """2 to 256."""
-
-    def __post_init__(self) -> None:
-        DataConfig.__post_init__(self)
-        for key in ("num_train", "num_eval", "channels", "height", "width"):
-            require_positive(f"data.{key}", getattr(self, key))
-        require(2 <= self.num_classes <= 256, f"data.num_classes={self.num_classes} must be 2 to 256")
-        require(
-            len(self.mean) == self.channels,
-            f"data.mean={self.mean} must have one value per channel, and so must data.std: "
-            f"data.channels={self.channels}",
-        )
-        check_crop(self.augment, height=self.height, width=self.width)
-
-
-# --- optimizer and scheduler ------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
-    name: str = MISSING
-    lr: float = MISSING
-    """Peak learning rate for the global batch as given."""
-    weight_decay: float = 0.0
-    """sgd: added to the gradient, times the weights; adamw: taken off the weights, times lr."""
-    scale_lr: bool = False
-    """Linear rule: multiply lr by global_batch_size / base_batch_size."""
-    base_batch_size: int = 256
-    """The global batch that `lr` was chosen for; read only when scale_lr is on."""
-
-    def __post_init__(self) -> None:
-        require_positive("optimizer.lr", self.lr)
-        require_positive("optimizer.base_batch_size", self.base_batch_size)
-        require(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must be 0 or more")
-
-    def scaled_lr(self, global_batch_size: int) -> float:
-        """Return the learning rate for `global_batch_size` samples a step."""
-        return self.lr * global_batch_size / self.base_batch_size if self.scale_lr else self.lr
-
-
-@dataclass(kw_only=True, slots=True)
-class SGDConfig(OptimizerConfig):
-    name: str = "sgd"
-    lr: float = 0.1
-    """Peak learning rate for the global batch as given."""
-    momentum: float = 0.9
-    """Share of the former step, in [0, 1), that the next one keeps."""
-    nesterov: bool = False
-    """Look ahead along the momentum."""
-
-    def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        require(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must be in [0, 1)")
-        require(
-            not self.nesterov or self.momentum > 0,
-            "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class AdamWConfig(OptimizerConfig):
-    name: str = "adamw"
-    lr: float = 1e-3
-    """Peak learning rate for the global batch as given."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Shares, in [0, 1), that the running means of gradients and of their squares keep a step."""
-    eps: float = 1e-8
-    """Added to the denominator."""
-
-    def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        require_positive("optimizer.eps", self.eps)
-        check_betas(self.betas)
-
-
-def check_betas(betas: list[float]) -> None:
-    """Refuse anything but two shares."""
-    require(
-        len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        f"optimizer.betas={betas} must be two values in [0, 1)",
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class LARSConfig(OptimizerConfig):
-    name: str = "lars"
-    lr: float = 5.0
-    """Peak learning rate for the global batch as given, before the trust ratio of each layer."""
-    momentum: float = 0.9
-    """Share of the former step, in [0, 1), that the next one keeps."""
-    nesterov: bool = False
-    """Look ahead along the momentum."""
-    trust_coefficient: float = 0.001
-    """Length of a layer's step over the length of its weights, at learning rate 1."""
-
-    def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        require(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must be in [0, 1)")
-        require_positive("optimizer.trust_coefficient", self.trust_coefficient)
-
-
-@dataclass(kw_only=True, slots=True)
-class LAMBConfig(OptimizerConfig):
-    name: str = "lamb"
-    lr: float = 1e-2
-    """Peak learning rate for the global batch as given, before the trust ratio of each layer."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Shares, in [0, 1), that the running means of gradients and of their squares keep a step."""
-    eps: float = 1e-6
-    """Added to the denominator."""
-
-    def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        require_positive("optimizer.eps", self.eps)
-        check_betas(self.betas)
-
-
-@dataclass(kw_only=True, slots=True)
-class SchedulerConfig:
-    name: str = MISSING
-    warmup_epochs: float = 0.0
-    """Epochs (fractions count) over which the learning rate climbs linearly to its peak."""
-
-    def __post_init__(self) -> None:
-        require(self.warmup_epochs >= 0, f"scheduler.warmup_epochs={self.warmup_epochs} must be 0 or more")
-
-
-@dataclass(kw_only=True, slots=True)
-class ConstantConfig(SchedulerConfig):
-    name: str = "constant"
-
-
-@dataclass(kw_only=True, slots=True)
-class StepConfig(SchedulerConfig):
-    name: str = "step"
-    every_epochs: int = 30
-    """Epochs between two drops."""
-    gamma: float = 0.1
-    """Factor of each drop."""
-
-    def __post_init__(self) -> None:
-        SchedulerConfig.__post_init__(self)
-        require_positive("scheduler.every_epochs", self.every_epochs)
-        require_positive("scheduler.gamma", self.gamma)
-
-
-@dataclass(kw_only=True, slots=True)
-class CosineConfig(SchedulerConfig):
-    name: str = "cosine"
-    final_factor: float = 0.0
-    """Learning rate at the last step over the peak, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        SchedulerConfig.__post_init__(self)
-        require(0 <= self.final_factor <= 1, f"scheduler.final_factor={self.final_factor} must be in [0, 1]")
-
-
-@dataclass(kw_only=True, slots=True)
-class OneCycleConfig(SchedulerConfig):
-    name: str = "onecycle"
-    rise: float = 0.3
-    """Share of all steps, in (0, 1), spent climbing."""
-    initial_factor: float = 0.04
-    """Learning rate at the first step over the peak."""
-    final_factor: float = 1e-4
-    """Learning rate at the last step over the peak."""
-
-    def __post_init__(self) -> None:
-        SchedulerConfig.__post_init__(self)
-        require(0 < self.rise < 1, f"scheduler.rise={self.rise} must be between 0 and 1")
-        require(
-            self.warmup_epochs == 0,
-            f"scheduler.warmup_epochs={self.warmup_epochs}: onecycle has its own climb, set scheduler.rise instead",
-        )
-        for key in ("initial_factor", "final_factor"):
-            require(0 <= getattr(self, key) <= 1, f"scheduler.{key}={getattr(self, key)} must be in [0, 1]")
-
-
-# --- synchronisation --------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, slots=True)
-class SyncConfig:
-    name: str = MISSING
-
-
-@dataclass(kw_only=True, slots=True)
-class NoSyncConfig(SyncConfig):
-    name: str = "none"
-
-
-@dataclass(kw_only=True, slots=True)
-class DDPConfig(SyncConfig):
-    name: str = "ddp"
-    bucket_cap_mb: int = 25
-    """Gradients travel in buckets of this many MiB, the first while backward still runs."""
-    comm_hook: CommHook = CommHook.none
-    """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
-    powersgd_rank: int = 2
-    """Rank of powersgd's factors; more is closer to the gradient."""
-    powersgd_warmup_steps: int = 100
-    """Steps, of each launch, before powersgd begins to compress."""
-
-    def __post_init__(self) -> None:
-        require_positive("sync.bucket_cap_mb", self.bucket_cap_mb)
-        require_positive("sync.powersgd_rank", self.powersgd_rank)
-        require(
-            self.powersgd_warmup_steps >= 2,
-            f"sync.powersgd_warmup_steps={self.powersgd_warmup_steps} must be at least 2",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class AllReduceConfig(SyncConfig):
-    name: str = "allreduce"
-    bucket: Bucket = Bucket.flat
-    """flat: all gradients in one message; parameter: one at a time."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RingConfig(SyncConfig):
-    name: str = "ring"
-
-
-@dataclass(kw_only=True, slots=True)
-class ParameterServerConfig(SyncConfig):
-    name: str = "parameter_server"
-    num_servers: int = 1
-    """How many ranks, from 0 on, own parameters besides training; 1 to the number of ranks."""
-
-    def __post_init__(self) -> None:
-        require_positive("sync.num_servers", self.num_servers)
-
-
-@dataclass(kw_only=True, slots=True)
-class LocalSGDConfig(SyncConfig):
-    name: str = "local_sgd"
-    every_steps: int = 8
-    """Optimizer steps between two averages; an epoch's end is one too."""
-
-    def __post_init__(self) -> None:
-        require_positive("sync.every_steps", self.every_steps)
-
-
-@dataclass(kw_only=True, slots=True)
-class ReplicasConfig(SyncConfig):
-    name: str = "replicas"
-    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"])
-    """A replica for each; cpu, or cuda:0, cuda:1 and so on."""
-
-    def __post_init__(self) -> None:
-        kinds = {device.split(":")[0] for device in self.devices}
-        require(
-            len(kinds) == 1 and kinds <= {"cpu", "cuda"},
-            f"sync.devices={self.devices} must all be cpu, or all be cuda:0, cuda:1 and so on",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class DataParallelConfig(SyncConfig):
-    name: str = "data_parallel"
-
-
-# --- the whole --------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True)
@@ -656,14 +348,3 @@ def config_dir() -> Path:
         if (candidate / "config.yaml").is_file():
             return candidate
     raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ddp_trainer")
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

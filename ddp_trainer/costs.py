@@ -42,11 +42,9 @@ def traffic(config: SyncConfig, shapes: list[tuple[int, ...]], *, world_size: in
     elements = [product(shape) for shape in shapes]
     bytes_of_all = 4.0 * sum(elements)
     match config:
-        case DDPConfig(comm_hook=CommHook.fp16 | CommHook.bf16):
-            return all_reduced(bytes_of_all / 2, world_size)
-        case DDPConfig(comm_hook=CommHook.powersgd, powersgd_rank=rank):
-            return all_reduced(4.0 * sum(factor_elements(shape, rank) for shape in shapes), world_size)
-        case DDPConfig() | AllReduceConfig() | RingConfig():
+        case DDPConfig():
+            return all_reduced(sum(wire_bytes(config, shape) for shape in shapes), world_size)
+        case AllReduceConfig() | RingConfig():
             return all_reduced(bytes_of_all, world_size)
         case LocalSGDConfig(every_steps=steps):
             return all_reduced(bytes_of_all * (1 + optimizer_slots) / steps, world_size)
@@ -67,6 +65,17 @@ def all_reduced(size: float, world_size: int) -> Traffic:
     """Return the traffic of all-reducing `size` bytes: W − 1 of W parts leave and arrive, twice."""
     sent = 2 * (world_size - 1) / world_size * size
     return Traffic(sent_per_rank=sent, busiest=2 * sent)
+
+
+def wire_bytes(config: DDPConfig, shape: tuple[int, ...]) -> float:
+    """Return how many bytes DDP all-reduces for a float32 gradient of `shape`."""
+    match config.comm_hook:
+        case CommHook.none:
+            return 4.0 * product(shape)
+        case CommHook.fp16 | CommHook.bf16:
+            return 2.0 * product(shape)
+        case CommHook.powersgd:
+            return 4.0 * factor_elements(shape, config.powersgd_rank)
 
 
 def factor_elements(shape: tuple[int, ...], rank: int) -> int:

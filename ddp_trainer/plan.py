@@ -29,13 +29,14 @@ from rich.table import Table
 from torch import Tensor
 
 from ddp_trainer.command_line import for_each_job
-from ddp_trainer.config import Config, NoSyncConfig, require
+from ddp_trainer.config import Config, DDPConfig, NoSyncConfig, require
 from ddp_trainer.costs import shapes_of
-from ddp_trainer.distributed import World, connected
+from ddp_trainer.distributed import World
 from ddp_trainer.environment import read_environment
-from ddp_trainer.prediction import STRATEGIES, Compute, Network, Prediction, predict, smallest_hiding_batch
-from ddp_trainer.run import check_same_start, load, prepare_data, settle
+from ddp_trainer.prediction import HOOKS, STRATEGIES, Compute, Network, Prediction, predict, smallest_hiding_batch
+from ddp_trainer.start import start
 from ddp_trainer.sync.base import flatten, unflatten
+from ddp_trainer.sync.ddp import DDPSync
 from ddp_trainer.sync.ring import pass_on
 from ddp_trainer.trainer import Trainer
 from ddp_trainer.trial import builder, take_steps
@@ -60,7 +61,28 @@ def measure_compute(trainer: Trainer, smaller: Trainer, *, steps: int) -> Comput
         ready=ready_times(trainer, steps=steps, forward_backward=whole),
         copy=timed(lambda: unflatten(flatten(gradients), gradients), trainer.world),
         add=timed(lambda: flat.add_(flat), trainer.world),
+        in_ddp=measure_in_ddp(trainer, steps=max(2, steps // 3)),
     )
+
+
+def measure_in_ddp(trainer: Trainer, *, steps: int) -> dict[str, float]:
+    """Return how many seconds forward and backward take longer inside of DDP that has nobody to talk to.
+
+    Collective: every rank must call this.
+    """
+    lone, _ = dist.new_subgroups(group_size=1)
+    bare, spent = trainer.replica, {name: [] for name in ("bare", *HOOKS)}
+    for _ in range(3):
+        for name, times in spent.items():
+            if name in HOOKS:
+                config = DDPConfig(comm_hook=HOOKS[name], powersgd_warmup_steps=2)
+                trainer.replica = DDPSync(config, trainer.world, group=lone).wrap(trainer.model)
+            take_steps(trainer, 3)  # buckets are built, PowerSGD begins
+            tags = take_steps(trainer, steps)
+            times.append(seconds(tags, "forward_backward") + seconds(tags, "communication"))
+            trainer.replica = bare  # and the DDP module is gone
+    medians = {name: statistics.median(times) for name, times in spent.items()}
+    return {name: max(0.0, medians[name] - medians["bare"]) for name in HOOKS}
 
 
 def median_tags(trainer: Trainer, *, steps: int) -> dict[str, float]:
@@ -207,12 +229,8 @@ def plan(config: Config, folder: Path, arguments: argparse.Namespace) -> None:
     config.check_world_size(environment.world_size)
     share = config.global_batch_size // environment.world_size
     require(share >= 2, f"global_batch_size={config.global_batch_size} gives a rank {share} images: two are needed")
-    refusal = prepare_data(config)
     with ExitStack() as stack:
-        world = stack.enter_context(connected(config, environment))
-        check_same_start(config, world)
-        config = settle(config, world)
-        splits = world.together(lambda: load(config, world, refusal))
+        config, world, splits = start(config, environment, stack)
         build = builder(stack, splits=splits, folder=folder, environment=environment)
         alone = replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1)
         subjects = [
@@ -240,7 +258,8 @@ def parse_counts(text: str) -> list[int]:
 
 def report(compute: Compute, network: Network, counts: list[int], config: Config, folder: Path) -> None:
     """Print the table; write the measurements and predictions as JSON, and the picture."""
-    cap = getattr(config.sync, "bucket_cap_mb", 25)
+    ddp = config.sync if isinstance(config.sync, DDPConfig) else DDPConfig()
+    cap = ddp.cap_mb(compute.size)
     found = [
         predict(strategy, compute, network, count, bucket_cap_mb=cap) for strategy in STRATEGIES for count in counts
     ]

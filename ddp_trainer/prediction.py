@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ddp_trainer.costs import product
+from ddp_trainer.config import CommHook, DDPConfig
+from ddp_trainer.costs import product, wire_bytes
 
-STRATEGIES = ("ddp", "allreduce, flat", "allreduce, parameter", "ring", "parameter_server, 1")
+HOOKS = {"ddp": CommHook.none, "ddp, bf16 hook": CommHook.bf16, "ddp, powersgd": CommHook.powersgd}
+STRATEGIES = (*HOOKS, "allreduce, flat", "allreduce, parameter", "ring", "parameter_server, 1")
+MESSAGES = {CommHook.none: 1, CommHook.bf16: 1, CommHook.powersgd: 3}
+"""All-reduces of a bucket: PowerSGD sends what it cannot compress, then one factor, then the other."""
 MB = 2**20
 FIRST_BUCKET = MB
 """DDP's first bucket is smaller than the others, so that sending begins early."""
@@ -35,6 +39,8 @@ class Compute:
     """Copying all gradients into one vector and back."""
     add: float
     """Adding one such vector to another."""
+    in_ddp: dict[str, float]
+    """By strategy of `HOOKS`: how much longer forward and backward take inside of DDP, with nobody to talk to."""
 
     @property
     def size(self) -> float:
@@ -104,8 +110,8 @@ def predict(
     exposed = 0.0
     if world_size > 1:
         match strategy:
-            case "ddp":
-                exposed = exposed_by_ddp(compute, network, world_size, bucket_cap_mb=bucket_cap_mb)
+            case "ddp" | "ddp, bf16 hook" | "ddp, powersgd":
+                exposed = exposed_by_ddp(compute, network, world_size, strategy, bucket_cap_mb=bucket_cap_mb)
             case "allreduce, flat":
                 exposed = compute.copy + network.all_reduce(compute.size, world_size)
             case "allreduce, parameter":
@@ -124,32 +130,42 @@ def predict(
     )  # fmt: skip
 
 
-def exposed_by_ddp(compute: Compute, network: Network, world_size: int, *, bucket_cap_mb: int) -> float:
-    """Return by how much a step lasts longer: what is sent in time slows computing down, the rest is waited for.
+def exposed_by_ddp(
+    compute: Compute, network: Network, world_size: int, strategy: str = "ddp", *, bucket_cap_mb: int
+) -> float:
+    """Return by how much a step lasts longer: DDP's own work, what is sent in time slowing computing down, the rest.
 
     A bucket leaves when the last of its gradients is there and the one before it has arrived.
     """
-    sent = buckets(compute, bucket_cap_mb=bucket_cap_mb)
-    in_time = compute.size * (compute.forward_backward - sent[0][1]) / network.all_reduce(compute.size, world_size)
-    slower = network.interference * min(in_time, compute.size - sent[-1][0])
-    stretch = 1 + slower / compute.forward_backward
+    own_work = compute.in_ddp[strategy]
+    backward_ends = compute.forward_backward + own_work
+    stretch = backward_ends / compute.forward_backward
+    sent = buckets(compute, HOOKS[strategy], bucket_cap_mb=bucket_cap_mb)
+    size = sum(bucket for bucket, _ in sent)
+    in_time = size * (backward_ends - sent[0][1] * stretch) / network.all_reduce(size, world_size)
+    slower = network.interference * min(in_time, size - sent[-1][0])
+    stretch *= 1 + slower / backward_ends
+    backward_ends += slower
+    several = (MESSAGES[HOOKS[strategy]] - 1) * network.all_reduce(0, world_size)
     arrived = 0.0
-    for size, ready in sent:
-        arrived = max(arrived, ready * stretch) + network.all_reduce(size, world_size)
-    return max(slower, arrived - compute.forward_backward)
+    for bucket, ready in sent:
+        arrived = max(arrived, ready * stretch) + network.all_reduce(bucket, world_size) + several
+    return own_work + slower + max(0.0, arrived - backward_ends)
 
 
-def buckets(compute: Compute, *, bucket_cap_mb: int) -> list[tuple[float, float]]:
-    """Return DDP's buckets, (bytes, ready at), in the order in which they are sent: the last layer's first."""
+def buckets(compute: Compute, hook: CommHook, *, bucket_cap_mb: int) -> list[tuple[float, float]]:
+    """Return DDP's buckets, (bytes to send, ready at), in the order in which they are sent: the last layer's first."""
+    config = DDPConfig(comm_hook=hook)
     order = sorted(range(len(compute.shapes)), key=lambda index: compute.ready[index])
     found: list[tuple[float, float]] = []
-    size, ready, cap = 0.0, 0.0, float(FIRST_BUCKET)
+    size, sent, ready, cap = 0.0, 0.0, 0.0, float(FIRST_BUCKET)
     for index in order:
         size, ready = size + 4.0 * product(compute.shapes[index]), compute.ready[index]
+        sent += wire_bytes(config, compute.shapes[index])
         if size >= cap:
-            found.append((size, ready))
-            size, cap = 0.0, bucket_cap_mb * float(MB)
-    return [*found, (size, ready)] if size else found
+            found.append((sent, ready))
+            size, sent, cap = 0.0, 0.0, bucket_cap_mb * float(MB)
+    return [*found, (sent, ready)] if size else found
 
 
 def exposed_by_server(compute: Compute, network: Network, world_size: int) -> float:

@@ -5,34 +5,31 @@ from __future__ import annotations
 import logging
 import platform
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from ddp_trainer.checkpoint import Checkpoints
-from ddp_trainer.composition import digest, to_builtins
-from ddp_trainer.config import Config, ConfigError, Precision, flatten, require
+from ddp_trainer.composition import to_builtins
+from ddp_trainer.config import Config
 from ddp_trainer.data import (
     Augmentation,
     EvaluationLoader,
     GlobalBatchSampler,
     ResidentLoader,
     Splits,
-    load_splits,
-    prepare,
 )
 from ddp_trainer.data.loader import Normalise
-from ddp_trainer.distributed import World, connected
+from ddp_trainer.distributed import World
 from ddp_trainer.environment import read_environment
 from ddp_trainer.interrupt import SoftStop
 from ddp_trainer.log import logging_to
 from ddp_trainer.models import build_model
 from ddp_trainer.optim import build_optimizer, build_scheduler
-from ddp_trainer.rollcall import versions
 from ddp_trainer.run_dir import claimed
 from ddp_trainer.seeding import derive_seed
+from ddp_trainer.start import start
 from ddp_trainer.summary import Status, Summary
 from ddp_trainer.sync import build_sync
 from ddp_trainer.trainer import Trainer
@@ -55,12 +52,8 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     """
     environment = read_environment()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
-    refusal = prepare_data(config)
     with ExitStack() as stack:
-        world = stack.enter_context(connected(config, environment))
-        check_same_start(config, world)
-        config = settle(config, world)
-        splits = world.together(lambda: load(config, world, refusal))
+        config, world, splits = start(config, environment, stack)
         aside = world.together(lambda: stack.enter_context(claimed(run_dir, config)) if world.is_main else None)
         console = Console()
         stack.enter_context(logging_to(console, rank=world.rank, run_dir=run_dir))
@@ -94,71 +87,6 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     return summary
 
 
-def prepare_data(config: Config) -> ConfigError | None:
-    """Download what is missing before ranks begin to wait for each other. Return the refusal, to be raised by all."""
-    try:
-        prepare(config.data)
-    except ConfigError as error:
-        return error
-    return None
-
-
-def check_same_start(config: Config, world: World) -> None:
-    """Refuse to train when ranks were started with different versions or configs. Collective.
-
-    Raises:
-        ConfigError: names what differs.
-    """
-    starts = world.gather({"config": digest(config), **versions()})
-    for rank, start in enumerate(starts):
-        differ = [
-            f"{name} {start[name]} and rank 0 {starts[0][name]}"
-            for name in versions()
-            if start[name] != starts[0][name]
-        ]
-        require(not differ, f"rank {rank} has {', '.join(differ)}: install the same on all nodes")
-    if all(start == starts[0] for start in starts):
-        return
-    flats = world.gather(flatten(to_builtins(config)))
-    for rank, flat in enumerate(flats):
-        keys = [f"{key}: {flats[0].get(key)} → {flat.get(key)}" for key in flat if flat[key] != flats[0].get(key)]
-        require(not keys, f"rank {rank} was started with another config ({'; '.join(keys)}): use one command line")
-
-
-def settle(config: Config, world: World) -> Config:
-    """Replace auto by what it means on this hardware, and set torch's global switches."""
-    if config.precision is Precision.auto:
-        fast = has_fast_bf16(world.device)
-        config = replace(config, precision=Precision.bf16 if fast else Precision.fp32)
-    config = replace(config, channels_last=config.channels_last in ("auto", True))
-    torch.use_deterministic_algorithms(config.deterministic)
-    torch.backends.cudnn.benchmark = not config.deterministic
-    return config
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Say whether `device` has instructions that multiply bfloat16."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def load(config: Config, world: World, refusal: ConfigError | None) -> Splits:
-    """Read the data and check the batch arithmetic against it."""
-    if refusal is not None:
-        raise refusal
-    splits = load_splits(config.data, seed=config.seed)
-    require(len(splits.eval) > 0, f"data={config.data.name} has no evaluation samples: top-1 of none is undefined")
-    config.check_world_size(world.world_size)
-    GlobalBatchSampler(
-        splits.train.labels,
-        global_batch_size=config.global_batch_size,
-        num_replicas=world.world_size,
-        rank=world.rank,
-    )
-    return splits
-
-
 def build_trainer(
     config: Config,
     *,
@@ -178,7 +106,7 @@ def build_trainer(
     memory_format = torch.channels_last if config.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)
     if config.compile:
-        model.compile()  # in place and before DDP, so that DDP's hooks stay outside of the graph
+        model.compile(dynamic=False)  # in place and before DDP, so that DDP's hooks stay outside of the graph
     sync = build_sync(config.sync, world)
     replica = sync.wrap(model)
     loaders = build_loaders(config, world=world, splits=splits, memory_format=memory_format)

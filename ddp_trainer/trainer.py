@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import torch
@@ -337,7 +337,9 @@ class Trainer:
         self.watch.phase = "evaluation"
         sums = Sums(self.world.device)
         self.model.eval()
-        with averaged_statistics(self.model, self.world):
+        # Batches of other sizes would each be compiled, for seconds, to save a fraction of one.
+        eager = torch.compiler.set_stance("force_eager") if self.config.compile else nullcontext()
+        with eager, averaged_statistics(self.model, self.world):
             for batch in self.eval_loader:
                 with self.autocast():
                     logits = self.model(batch.images)

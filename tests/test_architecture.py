@@ -13,10 +13,10 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
-    ("config", "composition", "environment", "files", "seeding", "network", "distributed"),
+    ("schemas", "config", "composition", "environment", "allocator", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
      "summary", "watch", "explain", "timeline", "costs", "flops", "rollcall"),
-    ("trainer", "prediction"),
+    ("trainer", "prediction", "start"),
     ("run",),
     ("command_line", "trial"),
     ("agent", "benchmark", "doctor", "job", "plan", "preflight", "verify"),

@@ -132,7 +132,9 @@ VALUES = {
     "data.mean=[0.5,0.5]": "data.mean=[0.5, 0.5] and data.std=[0.354] must have one value per channel each",
     "data.mean=[nan]": "data.mean=[nan] must be finite",
     "data.std=[0]": "data.std=[0.0] must be greater than 0 in every channel",
-    "sync.bucket_cap_mb=0": "sync.bucket_cap_mb=0 must be greater than 0",
+    "sync.bucket_cap_mb=0": "sync.bucket_cap_mb=0 must be auto or a whole number greater than 0",
+    "sync.bucket_cap_mb=1.5": "sync.bucket_cap_mb=1.5 must be auto or a whole number greater than 0",
+    "data.validation_fraction=1": "data.validation_fraction=1.0 must be in [0, 1)",
 }
 FORMS = {
     "epochs": "'epochs' cannot be read: write key=value without spaces",

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 
 from ddp_trainer import config as config_module
 from ddp_trainer.composition import FREE_KEYS, digest, to_builtins, training_changes
-from ddp_trainer.config import SCHEMAS, ConfigError, Resume, SGDConfig, config_dir, flatten, register_configs
+from ddp_trainer.config import SCHEMAS, ConfigError, DDPConfig, Resume, SGDConfig, config_dir, flatten, register_configs
 from ddp_trainer.explain import in_words, known_keys
 
 CHOICES = [(group, choice) for group, choices in SCHEMAS.items() for choice in choices]
@@ -103,6 +103,12 @@ def test_what_changes_the_training_is_named_from_old_to_new() -> None:
 
 def test_every_free_key_exists() -> None:
     assert set(known_keys()) >= FREE_KEYS
+
+
+@pytest.mark.parametrize(("mib", "cap"), [(0.5, 4), (40, 4), (199, 4), (200, 25), (5000, 25)])
+def test_auto_buckets_depend_on_the_model_alone(mib: float, cap: int) -> None:
+    assert DDPConfig().cap_mb(mib * 2**20) == cap
+    assert DDPConfig(bucket_cap_mb=7).cap_mb(mib * 2**20) == 7
 
 
 def test_the_learning_rate_is_for_the_batch_as_given_unless_scaled() -> None:

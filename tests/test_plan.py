@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY, launch
 
+from ddp_trainer.config import CommHook
 from ddp_trainer.prediction import (
+    HOOKS,
     STRATEGIES,
     Compute,
     Network,
@@ -31,6 +33,7 @@ COMPUTE = Compute(
     ready=[0.9, 0.6, 0.5],
     copy=0.01,
     add=0.004,
+    in_ddp=dict.fromkeys(HOOKS, 0.0),
 )
 SIZE = 7 * MB
 
@@ -58,8 +61,23 @@ def test_what_does_not_overlap_costs_what_it_sends(ranks: int) -> None:
 
 
 def test_buckets_are_sent_from_the_last_layer_on() -> None:
-    assert buckets(COMPUTE, bucket_cap_mb=25) == [(2 * MB, 0.5), (5 * MB, 0.9)]
-    assert buckets(COMPUTE, bucket_cap_mb=4) == [(2 * MB, 0.5), (4 * MB, 0.6), (MB, 0.9)]
+    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=25) == [(2 * MB, 0.5), (5 * MB, 0.9)]
+    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=4) == [(2 * MB, 0.5), (4 * MB, 0.6), (MB, 0.9)]
+
+
+def test_hooks_send_less() -> None:
+    assert buckets(COMPUTE, CommHook.bf16, bucket_cap_mb=4) == [(MB, 0.5), (2 * MB, 0.6), (MB / 2, 0.9)]
+    square = replace(COMPUTE, shapes=[(512, 512)], ready=[0.9])  # 1 MiB, as two factors of 512 × 2
+    assert buckets(square, CommHook.powersgd, bucket_cap_mb=4) == [(4 * 2 * 512 * 2, 0.9)]
+    slow = replace(NETWORK, bandwidth=1e6)
+    three_messages = 2 * (3 * 1e-4 + 4 * 2 * 512 * 2 / 2 / 1e6)
+    assert exposed_by_ddp(square, slow, 2, "ddp, powersgd", bucket_cap_mb=4) == pytest.approx(three_messages)
+
+
+def test_what_ddp_does_itself_delays_its_buckets() -> None:
+    working = replace(COMPUTE, in_ddp=dict.fromkeys(HOOKS, 0.09))
+    last = NETWORK.all_reduce(MB, 2)
+    assert exposed_by_ddp(working, NETWORK, 2, bucket_cap_mb=4) == pytest.approx(0.09 + last)
 
 
 def test_only_what_backward_does_not_hide_is_exposed() -> None:

@@ -20,7 +20,7 @@ def batches(loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(job: Job) -> Accelerator:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.precision == "bf16" else "no")
+    accelerator = Accelerator(cpu=job.device == "cpu", mixed_precision="bf16" if job.precision == "bf16" else "no")
     torch.manual_seed(0)
     model = build_model(job.model)
     model, optimizer, loader = accelerator.prepare(

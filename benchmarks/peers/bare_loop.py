@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from job import MEAN, STD, Clock, Job, build_model, parse_job
+from job import MEAN, STD, Clock, Job, build_model, parse_job, place
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,22 +28,23 @@ def batches(loader: ResidentLoader) -> Iterator[Batch]:
 
 def train(job: Job) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    device, layout = place(job, int(os.environ["LOCAL_RANK"])), torch.channels_last
     torch.manual_seed(0)
     images = read_split(job.data, "train", num_classes=10)
-    cpu, layout = torch.device("cpu"), torch.channels_last
     loader = ResidentLoader(
         images,
         sampler=GlobalBatchSampler(images, global_batch_size=job.batch_size * world_size),
         augmentation=Augmentation(AugmentConfig(crop_padding=2, flip=True), height=28, width=28, seed=0),
-        normalise=Normalise([MEAN], [STD], device=cpu, memory_format=layout),
-        device=cpu,
+        normalise=Normalise([MEAN], [STD], device=device, memory_format=layout),
+        device=device,
     )
-    model = build_model(job.model).to(memory_format=layout)
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = build_model(job.model).to(device).to(memory_format=layout)
+    device_ids = [device.index] if device.type == "cuda" else None
+    model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True)
     clock = Clock(job)
     for batch in batches(loader):
-        with torch.autocast("cpu", torch.bfloat16, enabled=job.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
             logits = model(batch.images)
         loss = cross_entropy(logits.float(), batch.labels)
         loss.backward()
@@ -59,7 +61,7 @@ def train(job: Job) -> None:
 
 def main() -> None:
     job = parse_job()
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
     train(job)
     gc.collect()  # a DDP module that outlives its group may abort the interpreter at exit
     dist.destroy_process_group()

@@ -38,6 +38,8 @@ class Job:
     """Of a rank."""
     workers: int
     precision: str
+    device: str
+    """cpu, or cuda: a GPU a rank."""
     launched: float
     """Unix time at which the launcher was started."""
 
@@ -51,6 +53,7 @@ def parse_job() -> Job:
     parser.add_argument("--batch-size", type=int, default=128, help="of a rank")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--launched", type=float, default=time.time())
     job = Job(**vars(parser.parse_args()))
     if job.steps < 2 * job.window:
@@ -73,6 +76,14 @@ class FashionMNIST(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+
+
+def place(job: Job, local_rank: int) -> torch.device:
+    """Return the device of a rank, chosen for this process."""
+    if job.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
 
 
 def build_dataset(job: Job) -> FashionMNIST:
@@ -99,6 +110,7 @@ def build_dataloader(job: Job, dataset: FashionMNIST, sampler: Sampler[int] | No
         sampler=sampler,
         num_workers=job.workers,
         persistent_workers=job.workers > 0,
+        pin_memory=job.device == "cuda",
         drop_last=True,
     )
 

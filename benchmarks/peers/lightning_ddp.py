@@ -43,7 +43,7 @@ def main() -> None:
     lightning.seed_everything(0, verbose=False)
     clock = Clock(job)
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if job.device == "cuda" else "cpu",
         strategy="ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         precision="bf16-mixed" if job.precision == "bf16" else "32-true",

@@ -80,6 +80,8 @@ def load_splits(config: DataConfig, *, seed: int = 0) -> Splits:
             raise ConfigError(f"data.name={config.name!r} is unknown: choose digits, fashion_mnist or synthetic")
         case _:
             assert_never(config)
+    if config.validation_fraction:
+        splits = hold_out(splits, config.validation_fraction)
     _, channels, height, width = splits.train.images.shape
     require(
         len(config.mean) == channels,
@@ -88,6 +90,23 @@ def load_splits(config: DataConfig, *, seed: int = 0) -> Splits:
     )
     check_crop(config.augment, height=height, width=width)
     return splits
+
+
+def hold_out(splits: Splits, fraction: float) -> Splits:
+    """Return `splits` with a random part of the training images to evaluate on, the same part whatever the seed.
+
+    Raises:
+        ConfigError: one of the parts would be empty.
+    """
+    order = torch.randperm(len(splits.train), generator=generator(0, purpose="validation"))
+    count = round(fraction * len(order))
+    require(
+        0 < count < len(order),
+        f"data.validation_fraction={fraction} of {len(order)} training images leaves one part without any",
+    )
+    parts = order[count:].sort().values, order[:count].sort().values
+    train, held_out = (ImageSet(splits.train.images[ids], splits.train.labels[ids]) for ids in parts)
+    return Splits(train=train, eval=held_out, num_classes=splits.num_classes)
 
 
 # --- IDX files ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,8 +33,8 @@ class DDPSync(GradientSync):
     BatchNorm statistics stay local here; `averaged_statistics` reconciles them where they matter.
     """
 
-    def __init__(self, config: DDPConfig, world: World) -> None:
-        self.config, self.world = config, world
+    def __init__(self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None) -> None:
+        self.config, self.world, self.group = config, world, group
         self.replica: DistributedDataParallel | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -41,8 +42,9 @@ class DDPSync(GradientSync):
         self.replica = DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
-            bucket_cap_mb=self.config.bucket_cap_mb,
+            bucket_cap_mb=self.config.cap_mb(4.0 * sum(p.numel() for p in model.parameters())),
             gradient_as_bucket_view=True,
+            process_group=self.group,
             **options,
         )
         self.register_hook(self.replica)
@@ -55,12 +57,12 @@ class DDPSync(GradientSync):
         """
         match self.config.comm_hook:
             case CommHook.fp16:
-                replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+                replica.register_comm_hook(self.group, default_hooks.fp16_compress_hook)
             case CommHook.bf16:
-                replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
+                replica.register_comm_hook(self.group, default_hooks.bf16_compress_hook)
             case CommHook.powersgd:
                 state = powerSGD_hook.PowerSGDState(
-                    process_group=None,
+                    process_group=self.group,
                     matrix_approximation_rank=self.config.powersgd_rank,
                     start_powerSGD_iter=self.config.powersgd_warmup_steps,
                 )

@@ -46,6 +46,30 @@ def fashion_mnist(root: Path | None = None) -> FashionMnistConfig:
     return FashionMnistConfig(mean=[0.5], std=[0.5], root=None if root is None else str(root))
 
 
+# --- a validation split -------------------------------------------------------------------------
+
+
+def rows(images: torch.Tensor) -> Counter[bytes]:
+    return Counter(image.numpy().tobytes() for image in images)
+
+
+def test_a_validation_split_is_held_out_of_the_training_split() -> None:
+    whole, parts = load_splits(digits()), load_splits(digits(validation_fraction=0.1))
+    assert (len(parts.train), len(parts.eval)) == (1298, 144)
+    assert rows(parts.train.images) + rows(parts.eval.images) == rows(whole.train.images)
+
+
+def test_a_validation_split_is_the_same_for_every_seed() -> None:
+    one, other = (load_splits(digits(validation_fraction=0.25), seed=seed) for seed in (0, 1))
+    assert torch.equal(one.eval.images, other.eval.images)
+    assert torch.equal(one.train.labels, other.train.labels)
+
+
+def test_a_validation_split_without_an_image_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.validation_fraction=0.0001 of 1442 training images"):
+        load_splits(digits(validation_fraction=0.0001))
+
+
 # --- digits -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,34 @@
+"""Memory that a step frees is there for the next one."""
+
+from __future__ import annotations
+
+import sys
+
+from conftest import run_command
+
+PROGRAM = """
+import resource, sys
+import torch
+from ddp_trainer.allocator import keep_freed_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def step():
+    held = [torch.ones(2**20) for _ in range(16)]
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(mode: str) -> int:
+    done = run_command([sys.executable, "-c", PROGRAM, mode])
+    assert done.code == 0, done.output
+    return int(done.output.split()[-1])
+
+
+def test_freed_memory_is_not_faulted_in_again() -> None:
+    assert 10 * faults("keep") < faults("leave")
