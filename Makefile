@@ -20,7 +20,7 @@ check: .venv/installed  ## style and types; shellcheck is Debian's
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	shellcheck launch/* .ci/run docs/images/*.sh
+	shellcheck launch/* .ci/run docs/images/*.sh benchmarks/*.sh
 
 bench: .venv/installed-bench  ## side by side with plain DDP, Lightning and Accelerate, interleaved
 	$(BIN)/python benchmarks/compare.py --model lenet

@@ -224,8 +224,8 @@ class Trainer:
         kept = [buffer.clone() for buffer in self.model.buffers()]
         whole = self.config.compile or self.world.device.type == "cuda"
         count = self.loader.sampler.local_batch_size // self.config.num_microbatches if whole else 2
-        images = torch.zeros(count, *self.loader.image_shape, device=self.world.device)
-        images = images.contiguous(memory_format=self.loader.normalise.memory_format)
+        black = torch.zeros(count, *self.loader.image_shape, dtype=torch.uint8, device=self.world.device)
+        images = self.loader.normalise(black)  # with the very strides of a batch: others would be compiled apart
         self.model.train()
         for _ in range(2):
             with self.autocast():

@@ -1,0 +1,124 @@
+"""What each choice of the trainer's step buys: the same job with one of them taken back at a time, interleaved.
+
+    python benchmarks/ablation.py --model lenet --rounds 3
+
+Prints a Markdown table of ratios to the defaults, medians over rounds. The job is that of compare.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare import Job, cpu_model, torchrun
+
+PROGRAM = """
+{patch}
+
+from ddp_trainer.__main__ import main
+
+main()
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One thing done in another way: by config keys, or by a line of Python before the launch."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    patch: str = ""
+
+
+CHOICES = (
+    Choice(name="as it is"),
+    Choice(name="fp32 instead of bf16", overrides=("precision=fp32",)),
+    Choice(name="NCHW instead of channels_last", overrides=("channels_last=false",)),
+    Choice(
+        name="freed memory returned to the system",
+        patch="import ddp_trainer.start; ddp_trainer.start.keep_freed_memory = lambda: None",
+    ),
+    Choice(
+        name="foreach instead of fused SGD",
+        patch=(
+            "from functools import partial; import ddp_trainer.optim as o; from torch.optim import SGD\n"
+            "def plain(*a, fused, **k): return SGD(*a, foreach=True, **k)\n"
+            "o.SGD = plain"
+        ),
+    ),
+    Choice(
+        name="gradients copied into buckets",
+        patch=(
+            "import ddp_trainer.sync.ddp as d\n"
+            "wrap = d.DistributedDataParallel\n"
+            "def copying(*a, gradient_as_bucket_view, **k): return wrap(*a, **k)\n"
+            "d.DistributedDataParallel = copying"
+        ),
+    ),
+    Choice(name="buckets of 25 MiB instead of auto", overrides=("sync.bucket_cap_mb=25",)),
+    Choice(name="no communication overlap (one flat all-reduce)", overrides=("sync=allreduce",)),
+    Choice(
+        name="a clock less (no timeline)",
+        patch=(
+            "import ddp_trainer.timeline as t\n"
+            "t.Timeline.enter = lambda self, phase: None\n"
+            "t.Timeline._gradients_ready = lambda self, parameter: None"
+        ),
+    ),
+    Choice(name="compile=true", overrides=("compile=true",)),
+)
+
+
+def rate(job: Job, choice: Choice) -> float:
+    """Return the images per second of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(PROGRAM.format(patch=choice.patch))
+        torchrun(
+            job, str(program), f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
+            f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
+            f"log_every_steps={job.window}", "data.augment.crop_padding=2", f"output_dir={folder}", "name=bench",
+            *choice.overrides,
+            alike=False,
+        )  # fmt: skip
+        return json.loads((Path(folder) / "bench" / "summary.json").read_text())["images_per_second"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("lenet", "resnet18"), default="lenet")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", metavar="WORDS", help="choices whose names contain this, besides the first")
+    parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
+    options = parser.parse_args()
+    steps, window = (400, 20) if options.model == "lenet" else (8, 1)
+    job = Job(
+        model=options.model, ranks=2, global_batch_size=256, data=options.data, steps=steps, window=window,
+        precision="bf16", device="cpu",
+    )  # fmt: skip
+    chosen = [choice for choice in CHOICES if not options.only or choice is CHOICES[0] or options.only in choice.name]
+    rates: dict[str, list[float]] = {choice.name: [] for choice in chosen}
+    for round_ in range(options.rounds):
+        first = round_ % len(chosen)
+        for choice in chosen[first:] + chosen[:first]:
+            rates[choice.name].append(rate(job, choice))
+            print(f"{time.strftime('%H:%M:%S')} {choice.name}: {rates[choice.name][-1]:,.0f}", file=sys.stderr)
+    print(f"{job.model}, 2 ranks of one thread, global batch 256, {cpu_model()}\n")
+    print("| | images/s | × as it is (range of rounds) |\n|---|--:|--:|")
+    base = rates[CHOICES[0].name]
+    for name, found in rates.items():
+        ratios = [one / other for one, other in zip(found, base, strict=True)]
+        print(
+            f"| {name} | {statistics.median(found):,.0f} | {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f}–{max(ratios):.3f}) |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What only a GPU can show: the laws on its kernels, no wait in a step, every precision, compile.
+
+`benchmarks/gpu.sh` runs these, and the comparison with peers, in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, assert_bitwise, compose, newest_checkpoint, on_ranks, read_summary, records
+
+from ddp_trainer.run import run
+from ddp_trainer.trainer import Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+FP32 = ("precision=fp32", "deterministic=true")
+GPU = (*TINY, "device=cuda")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["train/loss"] for record in records(run_dir, "train/loss")]
+
+
+@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+def test_stopped_and_resumed_is_bitwise_the_same(model: str, train_in: Callable[..., Path]) -> None:
+    common = (*GPU, *FP32, f"model={model}", "checkpoint.every_steps=3", "data.augment.crop_padding=2")
+    whole = train_in("whole", *common)
+    train_in("parts", *common, "max_steps=5")
+    parts = train_in("parts", *common)
+    one, other = newest_checkpoint(whole), newest_checkpoint(parts)
+    assert_bitwise([one["model"], one["optimizer"]], [other["model"], other["optimizer"]])
+
+
+@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+def test_the_losses_are_those_of_a_cpu(model: str, train_in: Callable[..., Path]) -> None:
+    common = (*TINY, f"model={model}", *FP32, "log_every_steps=1", "max_steps=8", "optimizer.lr=0.01")
+    cpu, gpu = (train_in(device, *common, f"device={device}") for device in ("cpu", "cuda"))
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=2e-2)  # convolutions of GPUs round to TF32
+
+
+@pytest.mark.parametrize("extra", [("precision=fp16",), ("precision=bf16",), ("compile=true",), ("max_grad_norm=1",)])
+def test_digits_are_learned(extra: tuple[str, ...], train_in: Callable[..., Path]) -> None:
+    run_dir = train_in("run", "experiment=digits_resnet18", "device=cuda", "epochs=8", *extra)
+    found = read_summary(run_dir)
+    assert found["eval/top1"] > 0.95
+    assert 0 < found["mfu"] < 1
+    assert records(run_dir, "memory/peak_mb")[-1]["memory/peak_mb"] > 0
+
+
+@pytest.mark.parametrize("sync", ["none", "allreduce", "ring", "local_sgd", "parameter_server", "data_parallel"])
+def test_a_strategy_trains_on_one_gpu(sync: str, train_in: Callable[..., Path]) -> None:
+    alone, it = train_in("none", *GPU, *FP32, "sync=none"), train_in(sync, *GPU, *FP32, f"sync={sync}")
+    torch.testing.assert_close(newest_checkpoint(it)["model"], newest_checkpoint(alone)["model"])
+
+
+def _train_without_waiting(overrides: tuple[str, ...]) -> None:
+    """Train with `overrides`; CUDA raises an error where a step waits for the device."""
+    take_step, taken = Trainer.train_step, [0]
+
+    def step(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        taken[0] += 1
+        torch.cuda.set_sync_debug_mode("error" if taken[0] > 2 else "default")  # the first fill caches
+        loss = take_step(self, images, labels)
+        torch.cuda.set_sync_debug_mode("default")
+        return loss
+
+    Trainer.train_step = step
+    run(compose(*overrides))
+
+
+@pytest.mark.parametrize("extra", [(), ("optimizer=adamw", "max_grad_norm=1", "num_microbatches=2")])
+def test_no_step_waits_for_the_device(extra: tuple[str, ...], tmp_path: Path) -> None:
+    on_ranks(1, _train_without_waiting, (*GPU, f"output_dir={tmp_path}", "name=run", *extra), deadline=120)
+
+
+def _batches(overrides: tuple[str, ...]) -> list[str]:
+    """Train with `overrides`; return where each batch was when the loader gave it away."""
+    devices: list[str] = []
+    original = Trainer.train_step
+
+    def step(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        devices.append(images.device.type)
+        return original(self, images, labels)
+
+    Trainer.train_step = step
+    run(compose(*overrides))
+    return devices
+
+
+def test_images_live_on_the_device(tmp_path: Path) -> None:
+    [devices] = on_ranks(1, _batches, (*GPU, f"output_dir={tmp_path}", "name=run"), deadline=120)
+    assert set(devices) == {"cuda"}
