@@ -105,6 +105,14 @@ def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
+def trained_state(run_dir: Path) -> dict[str, Any]:
+    """Return what the last checkpoint says of training, less the clock."""
+    state = newest_checkpoint(run_dir)
+    state.pop("config")
+    state["progress"].pop("seconds")
+    return state
+
+
 def assert_bitwise(left: Any, right: Any) -> None:
     """Assert that two states are equal, tensors bit by bit."""
     assert type(left) is type(right)

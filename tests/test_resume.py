@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all
+from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all, trained_state
 
 MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.crop_padding=2")
 VARIANTS = {
@@ -18,14 +18,6 @@ VARIANTS = {
     "bf16": ("precision=bf16",),
     "batchnorm": ("model=resnet18", "epochs=1", "checkpoint.every_steps=null"),  # its checkpoints are 90 MB each
 }
-
-
-def trained_state(run_dir: Path) -> dict:
-    """Return what the last checkpoint says of training, less the clock."""
-    state = newest_checkpoint(run_dir)
-    state.pop("config")
-    state["progress"].pop("seconds")
-    return state
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records, train_all
+from conftest import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records, train_all, trained_state
 
 from ddp_trainer.config import ConfigError
 from ddp_trainer.run import run
@@ -38,14 +37,6 @@ def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
     sync, optimizer = case.rsplit("-", 1)
     overrides = (*RUN, *STRATEGIES[sync], *OPTIMIZERS[optimizer])
     return tuple("sync.num_servers=1" if ranks == 1 and said == "sync.num_servers=2" else said for said in overrides)
-
-
-def trained_state(run_dir: Path) -> dict[str, Any]:
-    """Return what the last checkpoint says of training, less the clock."""
-    state = newest_checkpoint(run_dir)
-    state.pop("config")
-    state["progress"].pop("seconds")
-    return state
 
 
 # --- law 2 ------------------------------------------------------------------------------------
