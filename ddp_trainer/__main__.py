@@ -12,6 +12,7 @@ from ddp_trainer.command_line import for_each_job
 from ddp_trainer.config import Config, require
 from ddp_trainer.environment import read_environment
 from ddp_trainer.launchers import register_launchers
+from ddp_trainer.memory import without_collection
 
 
 def main() -> None:
@@ -27,8 +28,9 @@ def train(config: Config, run_dir: Path, stack: ExitStack) -> float:
     launcher = hydra.runtime.choices["hydra/launcher"]
     require(launcher == "basic", f"hydra/launcher={launcher} is for sweeps: add --multirun, or leave it out")
     config.check_world_size(environment.world_size)
-    from ddp_trainer.distributed import connected  # torch takes seconds to import; a bad config should not
-    from ddp_trainer.run import run
+    with without_collection():
+        from ddp_trainer.distributed import connected  # torch takes seconds to import; a bad config should not
+        from ddp_trainer.run import run
 
     if hydra.mode is RunMode.MULTIRUN:
         stack.enter_context(connected(config, environment))

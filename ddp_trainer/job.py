@@ -19,6 +19,7 @@ from ddp_trainer.composition import from_builtins, to_builtins
 from ddp_trainer.config import Config, ConfigError, require
 from ddp_trainer.environment import read_environment
 from ddp_trainer.files import replace_text
+from ddp_trainer.memory import without_collection
 
 
 def write_job(path: Path, config: Config, run_dir: Path) -> None:
@@ -73,7 +74,8 @@ def train(path: Path) -> None:
     """Train what the job file at `path` says, as one rank."""
     config, run_dir = read_job(path)
     config.check_world_size(read_environment().world_size)
-    from ddp_trainer.run import run  # torch takes seconds to import; a bad config should not
+    with without_collection():
+        from ddp_trainer.run import run  # torch takes seconds to import; a bad config should not
 
     run(config, run_dir)
 

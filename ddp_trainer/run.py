@@ -25,6 +25,7 @@ from ddp_trainer.distributed import World
 from ddp_trainer.environment import read_environment
 from ddp_trainer.interrupt import SoftStop
 from ddp_trainer.log import logging_to
+from ddp_trainer.memory import without_collection
 from ddp_trainer.models import build_model
 from ddp_trainer.optim import build_optimizer, build_scheduler
 from ddp_trainer.run_dir import claimed
@@ -77,9 +78,10 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         checkpoints = stack.enter_context(
             Checkpoints(run_dir / "checkpoints", config.checkpoint, world=world, resume=config.resume)
         )
-        trainer = build_trainer(
-            config, world=world, splits=splits, checkpoints=checkpoints, writer=writer, watch=watch, stop=stop
-        )
+        with without_collection():  # DDP imports the compiler
+            trainer = build_trainer(
+                config, world=world, splits=splits, checkpoints=checkpoints, writer=writer, watch=watch, stop=stop
+            )
         print_header(config, trainer, splits, run_dir)
         summary = trainer.fit()
         checkpoints.wait()

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from ddp_trainer.allocator import keep_freed_memory
 from ddp_trainer.composition import digest, to_builtins
 from ddp_trainer.config import Config, ConfigError, Precision, flatten, require
 from ddp_trainer.data import GlobalBatchSampler, Splits, load_splits, prepare
 from ddp_trainer.distributed import World, connected
 from ddp_trainer.environment import Environment
+from ddp_trainer.memory import keep_freed_memory
 from ddp_trainer.rollcall import versions
 
 

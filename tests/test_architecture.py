@@ -13,7 +13,7 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 LAYERS = (
-    ("schemas", "config", "composition", "environment", "allocator", "files", "seeding", "network", "distributed"),
+    ("schemas", "config", "composition", "environment", "memory", "files", "seeding", "network", "distributed"),
     ("data", "models", "optim", "sync", "checkpoint", "interrupt", "metrics", "writer", "log", "run_dir",
      "summary", "watch", "explain", "timeline", "costs", "flops", "rollcall"),
     ("trainer", "prediction", "start"),

@@ -1,9 +1,12 @@
-"""glibc's malloc, told to keep what is freed."""
+"""Memory: what a step frees is kept for the next one, and what imports leave behind is not searched for garbage."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from glibc's malloc.h."""
@@ -21,3 +24,19 @@ def keep_freed_memory() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
     mallopt(TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Look for no garbage meanwhile.
+
+    Importing torch and its compiler makes some million objects that stay; looking through them again and again as they
+    come takes half a second of a start.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

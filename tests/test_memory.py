@@ -9,7 +9,7 @@ from conftest import run_command
 PROGRAM = """
 import resource, sys
 import torch
-from ddp_trainer.allocator import keep_freed_memory
+from ddp_trainer.memory import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     keep_freed_memory()
