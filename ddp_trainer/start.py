@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
 from contextlib import ExitStack
@@ -75,6 +76,8 @@ def settle(config: Config, world: World) -> Config:
     if world.device.type == "cpu":
         keep_freed_memory()
         require(not config.compile or can_compile(), CANNOT_COMPILE)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses; read when it is first used
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
         torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.benchmark = not config.deterministic
