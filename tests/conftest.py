@@ -36,6 +36,12 @@ TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31"
 """Overrides for a run of 16 steps that takes a fraction of a second once torch is imported."""
 
 
+def pytest_configure() -> None:
+    """Undo what a shell does to `make test &`: SIGINT ignored, by all that the tests start too, for good."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass(frozen=True)
 class Finished:
     """What a launch left."""
