@@ -50,7 +50,7 @@ KEYS = {
     "lr=0.1": "lr=0.1 is unknown: did you mean optimizer.lr?",
     "batch_size=32": "batch_size=32 is unknown: did you mean eval_batch_size or global_batch_size?",
     "checkpoint.foo=1": "checkpoint.foo=1 is unknown: checkpoint has every_seconds, every_steps, keep_best or ",
-    "data.foo=1": "data.foo=1 is unknown: data=digits has augment, mean, name or std",
+    "data.foo=1": "data.foo=1 is unknown: data=digits has augment, mean, name, std or validation_fraction",
     "data.avgment=null": "data.avgment=null is unknown: did you mean data.augment?",
     "model.lr=1": "model.lr=1 is unknown: did you mean optimizer.lr?",
     "+data.augment.xyz=1": "+data.augment.xyz=1 is unknown: data.augment has crop_padding, erase or flip",
