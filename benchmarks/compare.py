@@ -277,6 +277,9 @@ def main() -> None:
     versions = sorted({result.version for result in results.values()})
     print(f"\nAs a user would run it\n\n{table(results, job.as_a_user, base=best_peer(results))}")
     print(f"\nLike for like, {job.precision}\n\n{table(results, LIKE_FOR_LIKE, base=PLAIN_ALIKE)}")
+    if ONE_RANK in results:
+        middle, low, high = (rate / job.ranks for rate in ratio(results[DEFAULTS], results[ONE_RANK]))
+        print(f"\n{job.ranks} ranks over {job.ranks} times one: {middle:.3f} ({low:.3f}–{high:.3f})")
     print(f"\n{', '.join(versions)}, Python {platform.python_version()}")
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"{job.model}-{job.precision}.json"
