@@ -166,7 +166,7 @@ def _rank(rank: int, world_size: int, port: int, results: Any, function: Callabl
 
 def _start(world_size: int, results: Any, function: Callable[..., Any], args: tuple) -> tuple[list[Any], TCPStore]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_trainer.run", "conftest"])
+    context.set_forkserver_preload(["ddp_trainer.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(target=_rank, args=(rank, world_size, store.port, results, function, args))

@@ -38,7 +38,7 @@ def write_for_ever(folder: Path) -> None:
 
 def test_kills_while_checkpoints_are_written(tmp_path: Path, tally: list) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_trainer.run", "conftest"])
+    context.set_forkserver_preload(["ddp_trainer.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
     chance, unreadable, reached = random.Random(0), 0, []
     for _ in range(KILLS):
         before = max(reached, default=0)
