@@ -23,13 +23,15 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 HERE = Path(__file__).parent
-PEERS = {"plain DDP": "plain_ddp.py", "Lightning": "lightning_ddp.py", "Accelerate": "accelerate_ddp.py"}
+SCRIPTS = {"plain DDP": "plain_ddp.py", "Lightning": "lightning_ddp.py", "Accelerate": "accelerate_ddp.py"}
+PEERS = {name: script for name, script in SCRIPTS.items() if find_spec(name.lower()) or name == "plain DDP"}
 DEFAULTS, FAST, ONE_RANK = "ddp_trainer", "ddp_trainer, fast recipe", "ddp_trainer, one rank"
 ALIKE, PLAIN_ALIKE, BARE = "ddp_trainer, alike", "plain DDP, alike", "bare loop, alike"
 FAST_RECIPES = {"lenet": "fashion_mnist_lenet_fast"}
@@ -271,6 +273,8 @@ def parse() -> tuple[Job, argparse.Namespace]:
 def main() -> None:
     job, options = parse()
     processor, load = cpu_model(), os.getloadavg()[0]
+    for name in SCRIPTS.keys() - PEERS:
+        print(f"{name} is left out: pip install 'ddp_trainer[bench]' brings it")
     print(f"{job.model}, global batch {job.global_batch_size}, {job.ranks} ranks of one thread, {job.precision}")
     print(f"{processor}; load before: {load:.2f}", flush=True)
     results = run_rounds(job, rounds=options.rounds, workers=options.workers)
