@@ -60,6 +60,7 @@ def measure_compute(trainer: Trainer, smaller: Trainer, *, steps: int) -> Comput
         optimizer=seconds(tags[0], "optimizer"),
         ready=ready_times(trainer, steps=steps, forward_backward=whole),
         copy=timed(lambda: unflatten(flatten(gradients), gradients), trainer.world),
+        divide=timed(lambda: flat.div_(2), trainer.world),
         add=timed(lambda: flat.add_(flat), trainer.world),
         in_ddp=measure_in_ddp(trainer, steps=max(2, steps // 3)),
     )
@@ -141,8 +142,12 @@ def measure_network(world: World, compute: Compute, trainer: Trainer) -> Network
     message = max(0.0, timed(lambda: exchange_many(many, world), world) - pair_latency) / len(many)
     found = Network(
         latency=latency, bandwidth=bandwidth, pair_latency=pair_latency, pair_bandwidth=pair_bandwidth, message=message,
-        interference=0.0,
+        collective_message=0.0, interference=0.0,
     )  # fmt: skip
+    gradients = [torch.zeros(shape, device=world.device) for shape in compute.shapes]
+    alike = sum(found.all_reduce(4.0 * gradient.numel(), world.world_size) for gradient in gradients)
+    one_by_one = timed(lambda: [world.sum(gradient) for gradient in gradients], world, times=5)
+    found = replace(found, collective_message=max(0.0, one_by_one - alike) / len(gradients))
     found = replace(found, interference=measure_interference(trainer, world, compute, found, large))
     return Network(**world.broadcast(asdict(found)))
 

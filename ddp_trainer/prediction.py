@@ -37,6 +37,8 @@ class Compute:
     """When each parameter's gradient is there, counted from the beginning of forward."""
     copy: float
     """Copying all gradients into one vector and back."""
+    divide: float
+    """Dividing all gradients by the number of ranks."""
     add: float
     """Adding one such vector to another."""
     in_ddp: dict[str, float]
@@ -69,6 +71,8 @@ class Network:
     pair_bandwidth: float
     message: float
     """The host's own time for a message among many."""
+    collective_message: float
+    """The same for a collective, besides its latency."""
     interference: float
     """How much longer computing takes for each byte that is all-reduced meanwhile, by the same cores, say."""
 
@@ -81,6 +85,7 @@ class Network:
             pair_latency=latency,
             pair_bandwidth=bandwidth,
             message=0.0,
+            collective_message=0.0,
             interference=0.0,
         )
 
@@ -113,12 +118,14 @@ def predict(
             case "ddp" | "ddp, bf16 hook" | "ddp, powersgd":
                 exposed = exposed_by_ddp(compute, network, world_size, strategy, bucket_cap_mb=bucket_cap_mb)
             case "allreduce, flat":
-                exposed = compute.copy + network.all_reduce(compute.size, world_size)
+                exposed = compute.copy + compute.divide + network.all_reduce(compute.size, world_size)
             case "allreduce, parameter":
-                exposed = sum(network.all_reduce(4.0 * product(shape), world_size) for shape in compute.shapes)
+                sizes = [4.0 * product(shape) for shape in compute.shapes]
+                exposed = compute.divide + len(sizes) * network.collective_message
+                exposed += sum(network.all_reduce(size, world_size) for size in sizes)
             case "ring":
                 part = compute.size / world_size / network.pair_bandwidth
-                exposed = compute.copy + 2 * (world_size - 1) * (network.pair_latency + part)
+                exposed = compute.copy + compute.divide + 2 * (world_size - 1) * (network.pair_latency + part)
                 exposed += compute.add * (world_size - 1) / world_size
             case "parameter_server, 1":
                 exposed = exposed_by_server(compute, network, world_size)

@@ -32,6 +32,7 @@ COMPUTE = Compute(
     optimizer=0.05,
     ready=[0.9, 0.6, 0.5],
     copy=0.01,
+    divide=0.002,
     add=0.004,
     in_ddp=dict.fromkeys(HOOKS, 0.0),
 )
@@ -52,9 +53,13 @@ def test_one_rank_has_nothing_to_send() -> None:
 def test_what_does_not_overlap_costs_what_it_sends(ranks: int) -> None:
     rounds = 2 * (ranks - 1)
     ring = rounds * (1e-4 + SIZE / ranks / 125e6)
-    assert exposed("allreduce, flat", ranks) == pytest.approx(ring + 0.01)
-    assert exposed("ring", ranks) == pytest.approx(ring + 0.01 + 0.004 * (ranks - 1) / ranks)
-    assert exposed("allreduce, parameter", ranks) == pytest.approx(ring + 2 * rounds * 1e-4)  # two messages more
+    assert exposed("allreduce, flat", ranks) == pytest.approx(ring + 0.01 + 0.002)
+    assert exposed("ring", ranks) == pytest.approx(ring + 0.01 + 0.002 + 0.004 * (ranks - 1) / ranks)
+    two_messages_more = 2 * rounds * 1e-4
+    assert exposed("allreduce, parameter", ranks) == pytest.approx(ring + two_messages_more + 0.002)
+    busy = replace(NETWORK, collective_message=0.1)
+    found = predict("allreduce, parameter", COMPUTE, busy, ranks).exposed
+    assert found == pytest.approx(ring + two_messages_more + 0.002 + 3 * 0.1)
     assert exposed("parameter_server, 1", ranks) == pytest.approx(
         2 * 1e-4 + 2 * (ranks - 1) * SIZE / 125e6 + (ranks - 1) * 0.004
     )
