@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,15 +29,17 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Look for no garbage meanwhile.
+    """Look for no garbage meanwhile, and if torch was imported meanwhile, never among what there is by then.
 
     Importing torch and its compiler makes some million objects that stay; looking through them again and again as they
     come takes half a second of a start.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, had_torch = gc.isenabled(), "torch" in sys.modules
     gc.disable()
     try:
         yield
     finally:
+        if not had_torch and "torch" in sys.modules:  # once: later on there are models that must be found as garbage
+            gc.freeze()
         if was_enabled:
             gc.enable()

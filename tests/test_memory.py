@@ -32,3 +32,26 @@ def faults(mode: str) -> int:
 
 def test_freed_memory_is_not_faulted_in_again() -> None:
     assert 10 * faults("keep") < faults("leave")
+
+
+IMPORTS = """
+import gc, sys
+from ddp_trainer.memory import without_collection
+
+with without_collection():
+    import torch
+assert gc.isenabled()
+frozen = gc.get_freeze_count()
+with without_collection():
+    cycle = []
+    cycle.append(cycle)
+    assert not gc.isenabled()
+print(frozen, gc.get_freeze_count())
+"""
+
+
+def test_what_torch_leaves_is_frozen_and_nothing_after_it() -> None:
+    done = run_command([sys.executable, "-c", IMPORTS])
+    assert done.code == 0, done.output
+    frozen, later = map(int, done.output.split())
+    assert later <= frozen > 100_000
