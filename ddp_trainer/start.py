@@ -75,7 +75,7 @@ def settle(config: Config, world: World) -> Config:
     config = replace(config, channels_last=config.channels_last in ("auto", True))
     if world.device.type == "cpu":
         keep_freed_memory()
-        require(not config.compile or can_compile(), CANNOT_COMPILE)
+        world.together(lambda: require(not config.compile or can_compile(), CANNOT_COMPILE))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS refuses; read when it is first used
     if config.deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
