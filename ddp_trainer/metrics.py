@@ -1,4 +1,4 @@
-"""Sums and counts, the ledger of samples, and where a run stands."""
+"""Sums and counts, the ledger of samples, what must not differ between ranks, and where a run stands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import resource
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_trainer.distributed import World
+
+
+class DivergedError(RuntimeError):
+    """A loss or gradient was not finite."""
+
+
+class DesynchronisedError(RuntimeError):
+    """Replicas that should be equal are not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,6 +85,19 @@ class NonFinite:
         """Note optimizer step `step` if any of `values` is not finite."""
         self.first = torch.where(torch.isfinite(values.sum()), self.first, self.first.clamp(max=step))
 
+    @property
+    def found(self) -> Tensor:
+        """float64 [1]: 1 after such a step, else 0."""
+        return (self.first < self.NEVER).double()[None]
+
+    def tell(self, world: World, *, lr: float) -> NoReturn:
+        """Raise `DivergedError`, naming the first such step on any rank. Collective: every rank must call this."""
+        step = min(world.gather(int(self.first)))
+        raise DivergedError(
+            f"the loss or gradient of step {step} is not finite (lr {lr:g}): lower optimizer.lr, "
+            "set max_grad_norm, or set on_nonfinite=skip to leave such updates out"
+        )
+
 
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """Return an int64 [] that changes with any single bit of the (float32 or int64) `tensors`."""
@@ -87,6 +108,23 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
         odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
         total = total.to(bits.device) + (bits * odd).sum() * (2 * number + 1)
     return total
+
+
+def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
+    """See that the parameters of `model` are bitwise equal on all ranks. Collective: every rank must call this.
+
+    Raises:
+        DesynchronisedError: on all ranks, when one holds others than the rest.
+    """
+    integers = (buffer for buffer in model.buffers() if not buffer.is_floating_point())
+    mine = fingerprint([*model.parameters(), *integers])[None]
+    prints = [int(other) for other in world.gather_tensor(mine)]
+    usual = max(prints, key=prints.count)
+    if odd := [rank for rank, value in enumerate(prints) if value != usual]:
+        raise DesynchronisedError(
+            f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
+            f"step {step}: nothing was saved; bad memory, or code that treats ranks differently"
+        )
 
 
 class Progress:

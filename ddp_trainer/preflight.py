@@ -28,7 +28,9 @@ from ddp_trainer.network import (
     resolve,
     route_to,
 )
-from ddp_trainer.rollcall import CalledOffError, Hello, Plan, ask_head, versions, wait_for_nodes
+from ddp_trainer.rollcall import CalledOffError, Hello, Plan, versions
+from ddp_trainer.rollcall.guest import ask_head
+from ddp_trainer.rollcall.head import wait_for_nodes
 
 USER_ERROR = 2
 SHM_MB = 512

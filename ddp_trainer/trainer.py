@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from ddp_trainer.config import Config, OnNonfinite, Precision
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
 from ddp_trainer.flops import Utilisation
-from ddp_trainer.metrics import Evaluation, Ledger, NonFinite, Progress, Sums, fingerprint, peak_memory_mb
+from ddp_trainer.metrics import Evaluation, Ledger, Progress, Sums, check_replicas, peak_memory_mb
 from ddp_trainer.optim import match_layout
 from ddp_trainer.summary import Status, Summary
 from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
@@ -34,14 +33,6 @@ CONTROL_SECONDS = 1.0
 """Ranks agree on stopping and saving at log points, and at least about this often where steps are slow."""
 
 AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
-
-
-class DivergedError(RuntimeError):
-    """A loss or gradient was not finite."""
-
-
-class DesynchronisedError(RuntimeError):
-    """Replicas that should be equal are not."""
 
 
 class Trainer:
@@ -91,7 +82,7 @@ class Trainer:
         if self.step >= self.last_step and resumed:
             return self.repeat_summary()
         self.sync.begin()
-        self.check_replicas()
+        check_replicas(self.model, self.world, step=self.step)
         self.writer.open(step=self.step)
         self.warm_up()
         while self.step < self.last_step:
@@ -270,12 +261,11 @@ class Trainer:
         if self.world.is_main:
             flags[1] = float(every is not None and time.perf_counter() - self.saved_at >= every)
             flags[2] = self.timeline.seconds / self.timeline.steps
-        is_bad = (self.progress.nonfinite.first < NonFinite.NEVER).double()[None]
         mine = torch.tensor(flags, dtype=torch.float64).to(self.world.device, non_blocking=True)
-        total = self.world.sum(torch.cat([mine, is_bad, self.progress.sums.vector]))
+        total = self.world.sum(torch.cat([mine, self.progress.nonfinite.found, self.progress.sums.vector]))
         stop, save, step_seconds, bad, loss, correct, count = total.tolist()
         if bad and self.config.on_nonfinite is OnNonfinite.stop:
-            self.diverge()
+            self.progress.nonfinite.tell(self.world, lr=self.lr)
         self.next_control = self.step + max(1, int(CONTROL_SECONDS / max(step_seconds, 1e-9)))
         if log:
             self.progress.sums.reset()
@@ -284,6 +274,7 @@ class Trainer:
 
     def log_window(self, epoch: int, *, loss: float, top1: float) -> None:
         """Record what the steps since the last log point came to, over all ranks."""
+        now = time.time()  # measuring the peak takes a moment
         tags: dict[str, float | str] = {"train/loss": loss, "train/top1": top1, "optim/lr": self.lr}
         tags |= self.timeline.close_window(self.config.global_batch_size)
         rate = self.timeline.rates[-1]
@@ -292,39 +283,15 @@ class Trainer:
         if len(self.timeline.rates) == 1:  # the peak has just been measured: that is not of the next window's time
             self.timeline.restart()
         tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
-        self.writer.scalars(tags, step=self.step, epoch=epoch)
+        self.writer.scalars(tags, step=self.step, epoch=epoch, at=now)
         self.train_line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
-
-    def diverge(self) -> NoReturn:
-        """Raise `DivergedError`, naming the first step that was not finite on any rank."""
-        step = min(self.world.gather(int(self.progress.nonfinite.first)))
-        raise DivergedError(
-            f"the loss or gradient of step {step} is not finite (lr {self.lr:g}): lower optimizer.lr, "
-            "set max_grad_norm, or set on_nonfinite=skip to leave such updates out"
-        )
 
     def save(self, *, is_best: bool = False) -> None:
         """Save a checkpoint after seeing that all replicas are equal. Collective: every rank must call this."""
         self.watch.phase = "save"
-        self.check_replicas()
+        check_replicas(self.model, self.world, step=self.step)
         self.checkpoints.save(self, is_best=is_best)
         self.saved_at, self.is_save_due = time.perf_counter(), False
-
-    def check_replicas(self) -> None:
-        """See that parameters are bitwise equal on all ranks. Collective: every rank must call this.
-
-        Raises:
-            DesynchronisedError: on all ranks, when one holds others than the rest.
-        """
-        integers = (buffer for buffer in self.model.buffers() if not buffer.is_floating_point())
-        mine = fingerprint([*self.model.parameters(), *integers])[None]
-        prints = [int(other) for other in self.world.gather_tensor(mine)]
-        usual = max(prints, key=prints.count)
-        if odd := [rank for rank, value in enumerate(prints) if value != usual]:
-            raise DesynchronisedError(
-                f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
-                f"step {self.step}: nothing was saved; bad memory, or code that treats ranks differently"
-            )
 
     # --- evaluation -----------------------------------------------------------------------------
 

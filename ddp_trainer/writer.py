@@ -58,16 +58,20 @@ class Writer:
         self._board = SummaryWriter(self.run_dir / "tensorboard", purge_step=step + 1 if step else None)
         self._board.add_text("config", f"```json\n{json.dumps(self.config, indent=2)}\n```", step)
 
-    def scalars(self, tags: dict[str, float | str], *, step: int, epoch: int) -> None:
-        """Record `tags` at optimizer step `step`: numbers in both places, text in metrics.jsonl only."""
+    def scalars(self, tags: dict[str, float | str], *, step: int, epoch: int, at: float | None = None) -> None:
+        """Record `tags` at optimizer step `step`: numbers in both places, text in metrics.jsonl only.
+
+        at: unix seconds at which they came to be; default now.
+        """
         if self._board is None or self._metrics is None:
             return
-        record = {"time": time.time(), "step": step, "epoch": epoch}
+        at = time.time() if at is None else at
+        record = {"time": at, "step": step, "epoch": epoch}
         for tag, value in tags.items():
             if isinstance(value, str):
                 record[tag] = value  # type: ignore[assignment]
             else:
-                self._board.add_scalar(tag, value, step)
+                self._board.add_scalar(tag, value, step, at)
                 record[tag] = value if math.isfinite(value) else str(value)  # type: ignore[assignment]
         try:
             self._metrics.write(json.dumps(record) + "\n")

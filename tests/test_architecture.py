@@ -19,6 +19,7 @@ LAYERS = (
     ("trainer", "prediction", "start"),
     ("run",),
     ("command_line", "trial"),
+    ("calibration",),
     ("agent", "benchmark", "doctor", "job", "plan", "preflight", "verify"),
     ("launchers",),
     ("__main__",),
