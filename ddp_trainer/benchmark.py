@@ -11,7 +11,7 @@ import json
 import platform
 import statistics
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.optim import AdamW
 
 from ddp_trainer.command_line import for_each_job
 from ddp_trainer.composition import to_builtins
@@ -28,6 +27,7 @@ from ddp_trainer.config import (
     Bucket,
     CommHook,
     Config,
+    ConfigError,
     DataParallelConfig,
     DDPConfig,
     LocalSGDConfig,
@@ -86,7 +86,7 @@ def compare(config: Config, folder: Path, arguments: argparse.Namespace) -> None
         config, world, splits = start(config, environment, stack)
         syncs = chosen(strategies(world), arguments.strategies)
         build = builder(stack, splits=splits, folder=folder, environment=environment)
-        contestants = [contestant(name, replace(config, sync=sync), world, build) for name, sync in syncs.items()]
+        contestants = [contestant(name, its, world, build) for name, its in combined(config, syncs).items()]
         for number in range(-1, arguments.rounds):  # the first is thrown away
             for offset in range(len(contestants)):
                 measure(contestants[(number + offset) % len(contestants)], world, steps=arguments.steps)
@@ -116,6 +116,16 @@ def strategies(world: World) -> dict[str, SyncConfig]:
             found[f"parameter_server, {size}"] = ParameterServerConfig(num_servers=size)
     if kind == "cuda" and len(devices) > 1:
         found["data_parallel"] = DataParallelConfig()
+    return found
+
+
+def combined(config: Config, syncs: dict[str, SyncConfig]) -> dict[str, Config]:
+    """Return `config` with each of `syncs`, but for those that its other keys rule out: a server in fp16, say."""
+    found = {}
+    for name, sync in syncs.items():
+        with suppress(ConfigError):
+            found[name] = replace(config, sync=sync)
+    require(bool(found), "--strategies names none that goes with the other keys")
     return found
 
 
@@ -208,9 +218,11 @@ def row(subject: Contestant, base: Contestant) -> dict[str, Any]:
     """Return what one strategy came to, medians over rounds."""
     trainer = subject.trainer
     assert trainer is not None
-    slots = 2 if isinstance(trainer.optimizer, AdamW) else 1
     textbook = traffic(
-        subject.config.sync, shapes_of(trainer.model), world_size=subject.world.world_size, optimizer_slots=slots
+        subject.config.sync,
+        shapes_of(trainer.model),
+        world_size=subject.world.world_size,
+        optimizer_slots=subject.config.optimizer.state_tensors,
     )
     rates = [tags["throughput/images_per_second"] for tags in subject.rounds]
     ratios = [

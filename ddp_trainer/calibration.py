@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -60,7 +61,9 @@ def measure_in_ddp(trainer: Trainer, *, steps: int) -> dict[str, float]:
             take_steps(trainer, 3)  # buckets are built, PowerSGD begins
             tags = take_steps(trainer, steps)
             times.append(seconds(tags, "forward_backward") + seconds(tags, "communication"))
-            trainer.replica = bare  # and the DDP module is gone
+            trainer.replica = bare
+            gc.collect()  # the DDP module, which sits in reference cycles, and its hooks
+    dist.destroy_process_group(lone)
     medians = {name: statistics.median(times) for name, times in spent.items()}
     return {name: max(0.0, medians[name] - medians["bare"]) for name in HOOKS}
 

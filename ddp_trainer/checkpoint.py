@@ -202,19 +202,25 @@ class Checkpoints:
             logger.warning("%s; training goes on, the last good checkpoint is %s", error, self.last_good)
             return
         self.last_good = path
-        if is_best and self.config.keep_best:
-            self._keep_as_best(path)
-        for old in self.paths()[self.config.keep_last :]:
-            old.unlink(missing_ok=True)
+        try:
+            if is_best and self.config.keep_best:
+                self._keep_as_best(path)
+            for old in self.paths()[self.config.keep_last :]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s is written, but not all around it (%s); training goes on", path, error)
 
     def _keep_as_best(self, path: Path) -> None:
         aside, best = self.folder / ".best.pt.writing", self.folder / "best.pt"
         aside.unlink(missing_ok=True)
         try:
-            os.link(path, aside)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, aside)
-        os.replace(aside, best)
+            try:
+                os.link(path, aside)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, aside)
+            os.replace(aside, best)
+        finally:
+            aside.unlink(missing_ok=True)
         fsync_directory(self.folder)
 
 

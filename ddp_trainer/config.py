@@ -188,7 +188,7 @@ class Config:
     num_microbatches: int = 1
     """Forward/backward passes per optimizer step; more of them need less memory."""
     precision: Precision = Precision.auto
-    """auto: bf16 where the hardware multiplies it, else fp32."""
+    """auto: bf16 where the hardware of every rank multiplies it, else fp32."""
     channels_last: bool | str = "auto"
     """Memory layout NHWC; auto: true."""
     compile: bool = False
@@ -210,7 +210,7 @@ class Config:
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = 20
-    """Optimizer steps between two log points; only there does the host wait for the device."""
+    """Optimizer steps between two log points; there, and once a second, does the host wait for the device."""
     resume: Resume = Resume.auto
     """auto: go on from the newest checkpoint if there is one; must: there has to be one; never: start afresh."""
 
@@ -278,6 +278,12 @@ class Config:
             self.precision is not Precision.fp16 or not isinstance(self.sync, ParameterServerConfig | LocalSGDConfig),
             f"precision=fp16 scales the loss by what all gradients are, and sync={self.sync.name} shows a rank only "
             "its own: use precision=bf16, or sync=ddp",
+        )
+        require(
+            not isinstance(self.sync, DataParallelConfig)
+            or (self.precision is not Precision.bf16 and not self.compile),
+            "sync=data_parallel runs copies of the model in threads, where neither bf16 nor what was compiled gets to: "
+            "use precision=fp32 and compile=false, or sync=ddp",
         )
 
     def check_world_size(self, world_size: int) -> None:

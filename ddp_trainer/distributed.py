@@ -65,8 +65,8 @@ class World:
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's `tensor` (of one shape), by rank. Collective: every rank must call this."""
-        if self.world_size == 1:
-            return [tensor]
+        if self.world_size == 1 or not tensor.numel():
+            return [tensor] * self.world_size
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(tensors, tensor)
         return tensors

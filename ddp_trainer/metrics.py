@@ -163,6 +163,12 @@ class Progress:
         self.evaluation = Evaluation(loss=loss, top1=top1, count=count)
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory_mb` begin anew; resident memory's peak cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_mb(device: torch.device) -> float:
     """Return the peak of this rank's memory in MiB: on the GPU what torch allocated, else resident memory."""
     if device.type == "cuda":

@@ -35,14 +35,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
     lr = config.scaled_lr(global_batch_size)
     match config:
         case SGDConfig():
-            return SGD(
-                parameters,
-                lr,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-                nesterov=config.nesterov,
-                fused=True,
-            )
+            return build_sgd(config, parameters, lr=lr)
         case AdamWConfig():
             beta1, beta2 = config.betas
             return AdamW(
@@ -59,6 +52,22 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
             raise ConfigError(f"optimizer.name={config.name!r} is unknown: choose sgd, adamw, lars or lamb")
         case _:
             assert_never(config)
+
+
+def build_sgd(config: SGDConfig, parameters: Iterable[Parameter], *, lr: float) -> SGD:
+    """Return torch's fused SGD, its momentum at zero: of a first step that is skipped it would keep unset memory."""
+    optimizer = SGD(
+        parameters,
+        lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov,
+        fused=True,
+    )
+    if config.momentum > 0:
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def build_layerwise(config: LARSConfig | LAMBConfig, parameters: Iterable[Parameter], *, lr: float) -> Optimizer:

@@ -87,8 +87,8 @@ def parse_counts(text: str) -> list[int]:
 
 def report(compute: Compute, network: Network, counts: list[int], config: Config, folder: Path) -> None:
     """Print the table; write the measurements and predictions as JSON, and the picture."""
-    ddp = config.sync if isinstance(config.sync, DDPConfig) else DDPConfig()
-    cap = ddp.cap_mb(compute.size)
+    size = config.sync.bucket_cap_mb if isinstance(config.sync, DDPConfig) else "auto"
+    cap = DDPConfig(bucket_cap_mb=size).cap_mb(compute.size)
     found = [
         predict(strategy, compute, network, count, bucket_cap_mb=cap) for strategy in STRATEGIES for count in counts
     ]

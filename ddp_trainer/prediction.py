@@ -16,8 +16,6 @@ STRATEGIES = (*HOOKS, "allreduce, flat", "allreduce, parameter", "ring", "parame
 MESSAGES = {CommHook.none: 1, CommHook.bf16: 1, CommHook.powersgd: 3}
 """All-reduces of a bucket: PowerSGD sends what it cannot compress, then one factor, then the other."""
 MB = 2**20
-FIRST_BUCKET = MB
-"""DDP's first bucket is smaller than the others, so that sending begins early."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,16 +160,17 @@ def exposed_by_ddp(
 
 def buckets(compute: Compute, hook: CommHook, *, bucket_cap_mb: int) -> list[tuple[float, float]]:
     """Return DDP's buckets, (bytes to send, ready at), in the order in which they are sent: the last layer's first."""
-    config = DDPConfig(comm_hook=hook)
+    config = DDPConfig(comm_hook=hook, bucket_cap_mb=bucket_cap_mb)
+    cap = config.cap_mb(compute.size) * MB
     order = sorted(range(len(compute.shapes)), key=lambda index: compute.ready[index])
     found: list[tuple[float, float]] = []
-    size, sent, ready, cap = 0.0, 0.0, 0.0, float(FIRST_BUCKET)
+    size, sent, ready = 0.0, 0.0, 0.0
     for index in order:
         size, ready = size + 4.0 * product(compute.shapes[index]), compute.ready[index]
         sent += wire_bytes(config, compute.shapes[index])
         if size >= cap:
             found.append((sent, ready))
-            size, sent, cap = 0.0, 0.0, bucket_cap_mb * float(MB)
+            size, sent = 0.0, 0.0
     return [*found, (sent, ready)] if size else found
 
 

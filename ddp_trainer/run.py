@@ -86,6 +86,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         summary = trainer.fit()
         checkpoints.wait()
         tell(summary, writer)
+        del trainer  # no DDP module may outlive the process group
     return summary
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ddp_trainer.composition import digest, to_builtins
-from ddp_trainer.config import Config, ConfigError, Precision, flatten, require
+from ddp_trainer.config import Config, ConfigError, DataParallelConfig, Precision, flatten, require
 from ddp_trainer.data import GlobalBatchSampler, Splits, load_splits, prepare
 from ddp_trainer.distributed import World, connected
 from ddp_trainer.environment import Environment
@@ -70,7 +70,8 @@ def check_same_start(config: Config, world: World) -> None:
 def settle(config: Config, world: World) -> Config:
     """Replace auto by what it means on this hardware, and set torch's global switches."""
     if config.precision is Precision.auto:
-        fast = has_fast_bf16(world.device)
+        threaded = isinstance(config.sync, DataParallelConfig)  # bf16 does not get there
+        fast = not threaded and all(world.gather(has_fast_bf16(world.device)))  # or ranks would train differently
         config = replace(config, precision=Precision.bf16 if fast else Precision.fp32)
     config = replace(config, channels_last=config.channels_last in ("auto", True))
     if world.device.type == "cpu":

@@ -19,10 +19,10 @@ from ddp_trainer.config import Config, OnNonfinite, Precision
 from ddp_trainer.data import EvaluationLoader, ResidentLoader
 from ddp_trainer.distributed import World
 from ddp_trainer.flops import Utilisation
-from ddp_trainer.metrics import Evaluation, Ledger, Progress, Sums, check_replicas, peak_memory_mb
+from ddp_trainer.metrics import Evaluation, Ledger, Progress, Sums, check_replicas, peak_memory_mb, reset_peak_memory
 from ddp_trainer.optim import match_layout
 from ddp_trainer.summary import Status, Summary
-from ddp_trainer.sync import GradientSync, averaged_statistics, restore_buffers
+from ddp_trainer.sync import GradientSync, averaged_statistics, flatten_buffers, restore_buffers
 from ddp_trainer.timeline import Timeline
 from ddp_trainer.watch import Watch
 from ddp_trainer.writer import Writer
@@ -72,6 +72,8 @@ class Trainer:
         """What the last step used."""
         self.epoch_seconds: list[float] = []
         self.next_control, self.saved_at, self.is_save_due = 0, time.perf_counter(), False
+        self.met_at, self.met_step, self.step_seconds = 0.0, 0, CONTROL_SECONDS
+        """When ranks last met, and how long a step took before."""
         self.train_line = "nothing left to train"
 
     # --- the loop -------------------------------------------------------------------------------
@@ -81,6 +83,7 @@ class Trainer:
         resumed = self.checkpoints.restore(self)
         if self.step >= self.last_step and resumed:
             return self.repeat_summary()
+        reset_peak_memory(self.world.device)
         self.sync.begin()
         check_replicas(self.model, self.world, step=self.step)
         self.writer.open(step=self.step)
@@ -100,6 +103,11 @@ class Trainer:
         return self.progress.step
 
     @property
+    def num_devices(self) -> int:
+        """The devices that all ranks together train on."""
+        return self.world.world_size * self.sync.num_devices
+
+    @property
     def last_step(self) -> int:
         """The optimizer step at which this launch ends."""
         planned = self.config.epochs * self.steps_per_epoch
@@ -117,6 +125,7 @@ class Trainer:
         if start == 0:
             self.progress.ledger = Ledger(self.world.device)
         end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
+        self.met_at, self.met_step = began, self.step
         self.next_control = self.step  # a stop asked for during evaluation is seen at the first step
         self.timeline.restart()
         self.model.train()
@@ -140,6 +149,7 @@ class Trainer:
     def train_step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take one optimizer step. images: [B, C, H, W], labels: [B] -> this rank's share of the mean loss []."""
         self.enter("forward/backward")
+        statistics = flatten_buffers(self.model) if self.skips else None
         *early, last = self.microbatches(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
@@ -149,7 +159,7 @@ class Trainer:
         self.enter("gradient sync")
         self.sync.before_step()  # .grad is now the mean over ranks
         self.enter("optimizer")
-        self.clip_and_step(loss)
+        self.clip_and_step(loss, statistics)
         self.enter("gradient sync")
         self.sync.after_step(self.optimizer)  # parameters are equal on every rank
         self.enter("between steps")
@@ -181,9 +191,20 @@ class Trainer:
         dtype = self.autocast_dtype
         return torch.autocast(self.world.device.type, dtype, enabled=dtype is not None)
 
-    def clip_and_step(self, loss: Tensor) -> None:
-        """Clip the mean gradient if asked to, update the parameters, move the schedule on."""
+    @property
+    def skips(self) -> bool:
+        """Say whether updates that are not finite are left out, by us: fp16's scaler does so by itself."""
+        return self.config.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled()
+
+    def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
+        """Clip the mean gradient if asked to, update the parameters, move the schedule on.
+
+        statistics: the floating buffers [n] before the step, for one that is left out.
+        """
         self.check_and_clip(loss)
+        if statistics is not None:  # a forward that is not finite has got into BatchNorm's
+            is_bad = self.optimizer.found_inf.bool()  # type: ignore[attr-defined]
+            restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -202,7 +223,7 @@ class Trainer:
                 nn.utils.clip_grads_with_norm_(self.model.parameters(), most, norm)
             if not self.scaler.is_enabled():
                 values.append(norm)
-                if self.config.on_nonfinite is OnNonfinite.skip:  # by the norm: unlike the loss, alike on all ranks
+                if self.skips:  # by the norm: unlike the loss, alike on all ranks
                     self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]  # fused ones skip
         self.progress.nonfinite.check(torch.stack(values), step=self.step)
 
@@ -260,13 +281,16 @@ class Trainer:
         flags = [float(self.should_stop()), 0.0, 0.0]
         if self.world.is_main:
             flags[1] = float(every is not None and time.perf_counter() - self.saved_at >= every)
-            flags[2] = self.timeline.seconds / self.timeline.steps
+            flags[2] = self.step_seconds
         mine = torch.tensor(flags, dtype=torch.float64).to(self.world.device, non_blocking=True)
         total = self.world.sum(torch.cat([mine, self.progress.nonfinite.found, self.progress.sums.vector]))
         stop, save, step_seconds, bad, loss, correct, count = total.tolist()
         if bad and self.config.on_nonfinite is OnNonfinite.stop:
             self.progress.nonfinite.tell(self.world, lr=self.lr)
-        self.next_control = self.step + max(1, int(CONTROL_SECONDS / max(step_seconds, 1e-9)))
+        now = time.perf_counter()  # the device has been waited for
+        self.step_seconds = (now - self.met_at) / max(1, self.step - self.met_step)
+        self.met_at, self.met_step = now, self.step
+        self.next_control = self.step + max(1, int(CONTROL_SECONDS / step_seconds))
         if log:
             self.progress.sums.reset()
             self.log_window(epoch, loss=loss / count, top1=correct / count)
@@ -277,12 +301,13 @@ class Trainer:
         now = time.time()  # measuring the peak takes a moment
         tags: dict[str, float | str] = {"train/loss": loss, "train/top1": top1, "optim/lr": self.lr}
         tags |= self.timeline.close_window(self.config.global_batch_size)
+        tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
         rate = self.timeline.rates[-1]
         tags["throughput/images_per_second_per_rank"] = rate / self.world.world_size
-        tags["throughput/mfu"] = self.utilisation.at(rate / self.world.world_size)
+        tags["throughput/mfu"] = self.utilisation.at(rate / self.num_devices)
         if len(self.timeline.rates) == 1:  # the peak has just been measured: that is not of the next window's time
             self.timeline.restart()
-        tags["memory/peak_mb"] = peak_memory_mb(self.world.device)
+            reset_peak_memory(self.world.device)
         self.writer.scalars(tags, step=self.step, epoch=epoch, at=now)
         self.train_line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
 
@@ -374,7 +399,7 @@ class Trainer:
             steps=self.step,
             seconds=self.progress.seconds(),
             images_per_second=rate,
-            mfu=self.utilisation.at(rate / self.world.world_size) if rate else 0.0,
+            mfu=self.utilisation.at(rate / self.num_devices) if rate else 0.0,
             seconds_per_epoch=whole_epochs[len(whole_epochs) // 2] if whole_epochs else estimate,
             world_size=self.world.world_size,
             device=self.world.device.type,

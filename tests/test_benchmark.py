@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, launch
+from conftest import TINY, compose, launch
 
+from ddp_trainer.benchmark import combined
 from ddp_trainer.config import (
     AllReduceConfig,
     CommHook,
@@ -91,6 +92,12 @@ def test_a_mistake_is_one_error(arguments: list[str], said: str, tmp_path: Path)
 
 SHAPES = [(64, 32, 3, 3), (64,), (10, 64)]
 BYTES = 4 * (64 * 32 * 9 + 64 + 640)
+
+
+def test_what_does_not_go_with_the_precision_is_left_out() -> None:
+    syncs = {"ddp": DDPConfig(), "local_sgd": LocalSGDConfig(), "parameter_server, 1": ParameterServerConfig()}
+    assert combined(compose("precision=bf16"), syncs).keys() == syncs.keys()
+    assert combined(compose("precision=fp16"), syncs).keys() == {"ddp"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 4096])

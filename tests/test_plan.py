@@ -7,9 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, launch
+import torch
+from conftest import TINY, compose, launch, on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_trainer.config import CommHook
+from ddp_trainer.costs import shapes_of
+from ddp_trainer.distributed import connected
+from ddp_trainer.environment import read_environment
 from ddp_trainer.prediction import (
     HOOKS,
     STRATEGIES,
@@ -20,6 +26,7 @@ from ddp_trainer.prediction import (
     predict,
     smallest_hiding_batch,
 )
+from ddp_trainer.sync import build_sync
 
 MB = 2**20
 NETWORK = Network.given(latency=1e-4, bandwidth=125e6)
@@ -66,12 +73,37 @@ def test_what_does_not_overlap_costs_what_it_sends(ranks: int) -> None:
 
 
 def test_buckets_are_sent_from_the_last_layer_on() -> None:
-    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=25) == [(2 * MB, 0.5), (5 * MB, 0.9)]
-    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=4) == [(2 * MB, 0.5), (4 * MB, 0.6), (MB, 0.9)]
+    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=25) == [(7 * MB, 0.9)]
+    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=4) == [(6 * MB, 0.6), (MB, 0.9)]
+    assert buckets(COMPUTE, CommHook.none, bucket_cap_mb=2) == [(2 * MB, 0.5), (4 * MB, 0.6), (MB, 0.9)]
+
+
+def _sizes_of_ddps_buckets(cap_mb: int, hook: CommHook) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return the bytes of DDP's buckets after some steps, and the shapes of the parameters."""
+    config = compose(*TINY, f"sync.bucket_cap_mb={cap_mb}", f"sync.comm_hook={hook.name}")
+    with connected(config, read_environment()) as world:
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+        replica = build_sync(config.sync, world).wrap(model)
+        assert isinstance(replica, DistributedDataParallel)
+        for _ in range(3):
+            replica(torch.ones(1, 512)).sum().backward()
+        sizes = replica._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        del replica
+    return [int(size) for size in sizes.split(",")], shapes_of(model)
+
+
+@pytest.mark.parametrize(("cap_mb", "hook"), [(2, CommHook.none), (3, CommHook.none), (2, CommHook.powersgd)])
+def test_buckets_are_those_of_ddp(cap_mb: int, hook: CommHook) -> None:
+    [(sizes, shapes)] = on_ranks(1, _sizes_of_ddps_buckets, cap_mb, hook)
+    compute = replace(COMPUTE, shapes=shapes, ready=[float(len(shapes) - index) for index in range(len(shapes))])
+    found = buckets(compute, hook, bucket_cap_mb=cap_mb)
+    assert len(found) == len(sizes)
+    if hook is CommHook.none:
+        assert [size for size, _ in found] == sizes
 
 
 def test_hooks_send_less() -> None:
-    assert buckets(COMPUTE, CommHook.bf16, bucket_cap_mb=4) == [(MB, 0.5), (2 * MB, 0.6), (MB / 2, 0.9)]
+    assert buckets(COMPUTE, CommHook.bf16, bucket_cap_mb=2) == [(MB, 0.5), (2 * MB, 0.6), (MB / 2, 0.9)]
     square = replace(COMPUTE, shapes=[(512, 512)], ready=[0.9])  # 1 MiB, as two factors of 512 × 2
     assert buckets(square, CommHook.powersgd, bucket_cap_mb=4) == [(4 * 2 * 512 * 2, 0.9)]
     slow = replace(NETWORK, bandwidth=1e6)
@@ -82,21 +114,21 @@ def test_hooks_send_less() -> None:
 def test_what_ddp_does_itself_delays_its_buckets() -> None:
     working = replace(COMPUTE, in_ddp=dict.fromkeys(HOOKS, 0.09))
     last = NETWORK.all_reduce(MB, 2)
-    assert exposed_by_ddp(working, NETWORK, 2, bucket_cap_mb=4) == pytest.approx(0.09 + last)
+    assert exposed_by_ddp(working, NETWORK, 2, bucket_cap_mb=2) == pytest.approx(0.09 + last)
 
 
 def test_only_what_backward_does_not_hide_is_exposed() -> None:
     last = NETWORK.all_reduce(MB, 2)  # the others have arrived long before backward ends
-    assert exposed_by_ddp(COMPUTE, NETWORK, 2, bucket_cap_mb=4) == pytest.approx(last)
+    assert exposed_by_ddp(COMPUTE, NETWORK, 2, bucket_cap_mb=2) == pytest.approx(last)
     slow = replace(NETWORK, bandwidth=1e6)
     together = NETWORK.latency * 6 + 7 * MB / 1e6  # three buckets one after another, the first from 0.5 s on
-    assert exposed_by_ddp(COMPUTE, slow, 2, bucket_cap_mb=4) == pytest.approx(0.5 + together - 0.9)
+    assert exposed_by_ddp(COMPUTE, slow, 2, bucket_cap_mb=2) == pytest.approx(0.5 + together - 0.9)
 
 
 def test_what_is_sent_meanwhile_slows_computing_down() -> None:
     busy = replace(NETWORK, interference=0.01 / MB)
     last = NETWORK.all_reduce(MB, 2)  # 6 of 7 MiB are sent before backward ends, which is 0.06 s later for it
-    assert exposed_by_ddp(COMPUTE, busy, 2, bucket_cap_mb=4) == pytest.approx(0.06 + last)
+    assert exposed_by_ddp(COMPUTE, busy, 2, bucket_cap_mb=2) == pytest.approx(0.06 + last)
 
 
 def test_the_smallest_batch_is_where_t1_reaches_t2() -> None:

@@ -94,3 +94,12 @@ def test_the_best_checkpoint_stays(train_in: Callable[..., Path]) -> None:
     top1 = [record["eval/top1"] for record in records(run_dir, "eval/top1")]
     assert best["best_top1"] == max(top1) == read_summary(run_dir)["best_top1"]
     assert len(list((run_dir / "checkpoints").glob("step-*.pt"))) == 1
+
+
+def test_a_best_checkpoint_that_cannot_be_kept_ends_no_run(tmp_path: Path, train_in: Callable[..., Path]) -> None:
+    (tmp_path / "run/checkpoints/best.pt/in the way").mkdir(parents=True)  # no file gets there
+    run_dir = train_in("run", *TINY)
+    assert read_summary(run_dir)["status"] == "finished"
+    assert "is written, but not all around it (" in (run_dir / "train.log").read_text()
+    assert not list((run_dir / "checkpoints").glob(".*"))
+    assert newest_checkpoint(run_dir)["step"] == read_summary(run_dir)["steps"]

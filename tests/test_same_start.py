@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, compose, on_ranks
 
+from ddp_trainer import start
 from ddp_trainer.config import ConfigError
 from ddp_trainer.distributed import shutdown
 from ddp_trainer.environment import read_environment
@@ -42,3 +43,16 @@ def test_ranks_that_differ_are_refused_alike(override: str, torchvision: str | N
     assert first == second
     assert first.startswith(told)
     assert not (tmp_path / "run").exists()
+
+
+def settled_precision(folder: str) -> str:
+    """Train where rank 0 multiplies bf16 and rank 1, as if it were on an older processor, does not."""
+    is_first = read_environment().rank == 0
+    start.has_fast_bf16 = lambda _device: is_first
+    run(compose(*TINY, "max_steps=2", "precision=auto", f"output_dir={folder}", "name=run"))
+    return (Path(folder) / "run/train.log").read_text()
+
+
+def test_auto_is_what_all_ranks_can(tmp_path: Path) -> None:
+    text, _ = on_ranks(2, settled_precision, str(tmp_path))
+    assert "(gloo), fp32," in text

@@ -30,6 +30,11 @@ class OptimizerConfig:
         """Return the learning rate for `global_batch_size` samples a step."""
         return self.lr * global_batch_size / self.base_batch_size if self.scale_lr else self.lr
 
+    @property
+    def state_tensors(self) -> int:
+        """The tensors, as large as it, that the optimizer keeps of each parameter."""
+        return 0
+
 
 @dataclass(kw_only=True, slots=True)
 class SGDConfig(OptimizerConfig):
@@ -49,6 +54,11 @@ class SGDConfig(OptimizerConfig):
             "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
         )
 
+    @property
+    def state_tensors(self) -> int:
+        """The tensors, as large as it, that the optimizer keeps of each parameter."""
+        return 1 if self.momentum > 0 else 0
+
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig(OptimizerConfig):
@@ -64,6 +74,11 @@ class AdamWConfig(OptimizerConfig):
         OptimizerConfig.__post_init__(self)
         require_positive("optimizer.eps", self.eps)
         check_betas(self.betas)
+
+    @property
+    def state_tensors(self) -> int:
+        """The tensors, as large as it, that the optimizer keeps of each parameter."""
+        return 2
 
 
 def check_betas(betas: list[float]) -> None:
@@ -91,6 +106,11 @@ class LARSConfig(OptimizerConfig):
         require(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must be in [0, 1)")
         require_positive("optimizer.trust_coefficient", self.trust_coefficient)
 
+    @property
+    def state_tensors(self) -> int:
+        """The tensors, as large as it, that the optimizer keeps of each parameter."""
+        return 1 if self.momentum > 0 else 0
+
 
 @dataclass(kw_only=True, slots=True)
 class LAMBConfig(OptimizerConfig):
@@ -106,6 +126,11 @@ class LAMBConfig(OptimizerConfig):
         OptimizerConfig.__post_init__(self)
         require_positive("optimizer.eps", self.eps)
         check_betas(self.betas)
+
+    @property
+    def state_tensors(self) -> int:
+        """The tensors, as large as it, that the optimizer keeps of each parameter."""
+        return 2
 
 
 @dataclass(kw_only=True, slots=True)

@@ -63,8 +63,12 @@ class DDPConfig(SyncConfig):
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with so many bytes of gradients.
 
-        auto is a function of the model alone: buckets decide the order of sums, and a run must resume with the same.
+        auto is a function of the model alone: buckets decide the order of sums, and a run that is to resume bit by bit
+        needs the same. powersgd has one bucket: each sends three messages, two of them from callbacks, which gloo runs
+        when a message has come, so that ranks could order the messages of two buckets differently.
         """
+        if self.comm_hook is CommHook.powersgd:
+            return int(gradient_bytes / 2**20) + 1
         if isinstance(self.bucket_cap_mb, int):
             return self.bucket_cap_mb
         return next((cap for cap in CAPS_MB if gradient_bytes >= BUCKETS * cap * 2**20), CAPS_MB[-1])

@@ -22,7 +22,7 @@ from ddp_trainer.config import (
 from ddp_trainer.distributed import World
 from ddp_trainer.sync.allreduce import AllReduceSync
 from ddp_trainer.sync.base import GradientSync
-from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
+from ddp_trainer.sync.buffers import averaged_statistics, flatten_buffers, restore_buffers
 from ddp_trainer.sync.data_parallel import DataParallelSync
 from ddp_trainer.sync.ddp import DDPSync
 from ddp_trainer.sync.local_sgd import LocalSGDSync
@@ -30,7 +30,7 @@ from ddp_trainer.sync.parameter_server import ParameterServerSync
 from ddp_trainer.sync.replicas import ReplicasSync
 from ddp_trainer.sync.ring import RingSync
 
-__all__ = ["GradientSync", "averaged_statistics", "build_sync", "restore_buffers"]
+__all__ = ["GradientSync", "averaged_statistics", "build_sync", "flatten_buffers", "restore_buffers"]
 
 
 def build_sync(config: SyncConfig, world: World) -> GradientSync:

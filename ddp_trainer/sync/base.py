@@ -19,6 +19,11 @@ class GradientSync:
         """Say whether parameters are equal on every rank now; a run is saved and stopped only then."""
         return True
 
+    @property
+    def num_devices(self) -> int:
+        """The devices that this rank trains on; a CPU is one, however many replicas share it."""
+        return 1
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return what training calls in place of `model`; called once, before the optimizer is built."""
         return model

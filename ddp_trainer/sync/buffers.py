@@ -18,8 +18,8 @@ def floating_buffers(model: nn.Module) -> list[Tensor]:
 
 def flatten_buffers(model: nn.Module) -> Tensor:
     """Return a copy of all floating buffers as one float32 vector [n]; n is 0 for a model without any."""
-    buffers = floating_buffers(model)
-    return torch.cat([b.detach().reshape(-1).float() for b in buffers]) if buffers else torch.zeros(0)
+    none = torch.zeros(0, device=next(model.parameters()).device)
+    return torch.cat([none, *(buffer.detach().reshape(-1).float() for buffer in floating_buffers(model))])
 
 
 def restore_buffers(model: nn.Module, vector: Tensor) -> None:

@@ -30,5 +30,9 @@ class DataParallelSync(GradientSync):
                 "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one process"
             )
 
+    @property
+    def num_devices(self) -> int:
+        return torch.cuda.device_count()
+
     def wrap(self, model: nn.Module) -> nn.Module:
         return nn.DataParallel(model, device_ids=list(range(torch.cuda.device_count())))

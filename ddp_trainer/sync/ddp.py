@@ -10,7 +10,6 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -43,19 +42,13 @@ class DDPSync(GradientSync):
         self.replica = DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
-            bucket_cap_mb=self.cap_mb(4.0 * sum(p.numel() for p in model.parameters())),
+            bucket_cap_mb=self.config.cap_mb(4.0 * sum(p.numel() for p in model.parameters())),
             gradient_as_bucket_view=True,
             process_group=self.group,
             **options,
         )
         self.register_hook(self.replica)
         return self.replica
-
-    def cap_mb(self, gradient_bytes: float) -> int:
-        """Return the size of a bucket in MiB. PowerSGD's hold all: two buckets, as DDP's first one is small anyway."""
-        if self.config.comm_hook is CommHook.powersgd:
-            return int(gradient_bytes / 2**20) + 1
-        return self.config.cap_mb(gradient_bytes)
 
     def register_hook(self, replica: DistributedDataParallel) -> None:
         """Have gradients compressed on the way as the config says.
@@ -73,16 +66,7 @@ class DDPSync(GradientSync):
                     matrix_approximation_rank=self.config.powersgd_rank,
                     start_powerSGD_iter=self.config.powersgd_warmup_steps,
                 )
-                # A bucket sends three messages, two of them from callbacks, which gloo runs when a message has come:
-                # ranks may order the messages of two buckets differently, so each bucket needs a group of its own.
-                other = dist.new_group() if self.group is None and self.world.backend == "gloo" else self.group
-                groups = (self.group, other)
-
-                def hook(state, bucket):  # DDP reads annotations, and not as text
-                    state.process_group = groups[bucket.index()]
-                    return powerSGD_hook.powerSGD_hook(state, bucket)
-
-                replica.register_comm_hook(state, hook)
+                replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self.replica is None else self.replica.no_sync()

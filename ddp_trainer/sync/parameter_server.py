@@ -40,7 +40,9 @@ class ParameterServerSync(GradientSync):
             parameter.grad = sums[key].div_(self.world.world_size) if key in sums else None
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        return self.world.sum(super().gradient_norm(model).to(self.world.device).square()).sqrt()
+        mine = [p.grad for p in model.parameters() if p.grad is not None]  # none on a rank that owns nothing
+        norm = nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=self.world.device)
+        return self.world.sum(norm.square()).sqrt()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.store.pull({key: p.detach() for key, p in self.parameters.items()})

@@ -60,6 +60,10 @@ class ReplicasSync(GradientSync):
         self.devices = devices
         self.replicas: list[nn.Module] = []
 
+    @property
+    def num_devices(self) -> int:
+        return len(set(self.devices))
+
     def wrap(self, model: nn.Module) -> nn.Module:
         replica = Replicas(model, self.devices)
         self.replicas = list(replica.replicas)
