@@ -47,7 +47,7 @@ class DDPConfig(SyncConfig):
     powersgd_rank: int = 2
     """Rank of powersgd's factors; more is closer to the gradient."""
     powersgd_warmup_steps: int = 100
-    """Steps, of each launch, before powersgd begins to compress."""
+    """Backward passes of each launch, its two throw-away ones among them, before powersgd begins to compress."""
 
     def __post_init__(self) -> None:
         require(
