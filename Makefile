@@ -24,7 +24,7 @@ check: .venv/installed  ## style and types; shellcheck is Debian's
 
 bench: .venv/installed-bench  ## side by side with plain DDP, Lightning and Accelerate, interleaved
 	$(BIN)/python benchmarks/compare.py --model lenet
-	$(BIN)/python benchmarks/compare.py --model resnet18 --rounds 3
+	$(BIN)/python benchmarks/compare.py --model resnet18
 
 clean:  ## all that make has made
 	rm -rf .venv outputs build dist .pytest_cache .ruff_cache .hypothesis

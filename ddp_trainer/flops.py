@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ class Utilisation:
     @cached_property
     def peak(self) -> float:
         """Operations per second of a matrix product on this rank, all ranks being as busy as it."""
-        return matmul_peak(self.device, self.dtype)
+        tf32 = torch.backends.cudnn.allow_tf32
+        return matmul_peak(self.device, self.dtype, tf32=tf32, num_threads=torch.get_num_threads())
 
     def at(self, images_per_second: float) -> float:
         """Return the utilisation of a rank that trains on `images_per_second`."""
@@ -47,12 +48,16 @@ def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
     return counter.get_total_flops() / len(images)
 
 
-def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations per second of the best of some matrix products, in TF32 where convolutions of fp32 are."""
+@cache  # a sweep asks for each of its runs
+def matmul_peak(device: torch.device, dtype: torch.dtype, *, tf32: bool, num_threads: int) -> float:
+    """Return the operations per second of the best of some matrix products, those of fp32 in TF32 if `tf32`.
+
+    `num_threads` is what torch uses at the moment of the call; what was measured with other threads is not given back.
+    """
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best, products = float("inf"), torch.backends.cuda.matmul
-    was_allowed, products.allow_tf32 = products.allow_tf32, torch.backends.cudnn.allow_tf32
+    was_allowed, products.allow_tf32 = products.allow_tf32, tf32
     for _ in range(5):
         _wait(device)
         began = time.perf_counter()

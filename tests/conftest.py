@@ -205,7 +205,7 @@ _NEEDED: list[Any] = []
 def start_ranks(world_size: int, overrides: tuple[str, ...]) -> list[Any]:
     """Begin to train with `overrides` in so many processes and return them at once: to be killed, say."""
     results = multiprocessing.get_context("forkserver").Queue()
-    processes, store = _start(world_size, results, _train, (overrides,))
+    processes, store = _start(world_size, results, _train, (compose(*overrides),))
     _NEEDED.extend([results, store])
     return processes
 
@@ -217,24 +217,24 @@ def compose(*overrides: str) -> Config:
         return resolve(hydra_compose("config", list(overrides)))
 
 
-def _train(overrides: tuple[str, ...]) -> str:
-    return run(compose(*overrides)).to_json()
+def _train(config: Config) -> str:
+    return run(config).to_json()
 
 
 def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str, Any]:
     """Train with `overrides` on so many ranks and return the summary."""
-    return json.loads(on_ranks(world_size, _train, overrides, deadline=deadline)[0])
+    return json.loads(on_ranks(world_size, _train, compose(*overrides), deadline=deadline)[0])
 
 
-def _train_one_after_another(jobs: list[tuple[str, ...]]) -> None:
-    with connected(compose(*TINY), read_environment()):
-        for overrides in jobs:
-            run(compose(*overrides))
+def _train_one_after_another(configs: list[Config]) -> None:
+    with connected(configs[0], read_environment()):
+        for config in configs:
+            run(config)
 
 
 def train_all(world_size: int, jobs: list[tuple[str, ...]], *, deadline: float = 240) -> None:
     """Train `jobs`, each its overrides, one after another in one process group: a run then takes half a second."""
-    on_ranks(world_size, _train_one_after_another, jobs, deadline=deadline)
+    on_ranks(world_size, _train_one_after_another, [compose(*overrides) for overrides in jobs], deadline=deadline)
 
 
 # --- CI: a skipped test is a failed run -----------------------------------------------------------------------
