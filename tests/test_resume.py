@@ -16,7 +16,7 @@ VARIANTS = {
     "adamw": ("optimizer=adamw",),
     "accumulation": ("num_microbatches=2",),
     "bf16": ("precision=bf16",),
-    "batchnorm": ("model=resnet18", "data.num_train=72", "epochs=1", "checkpoint.every_steps=null"),  # its checkpoints are 90 MB each
+    "batchnorm": ("model=resnet18", "data.num_train=72", "epochs=1", "checkpoint.every_steps=null"),  # of 90 MB each
 }
 
 
