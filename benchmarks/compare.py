@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -121,14 +122,8 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
     return {
         "images_per_second": summary["images_per_second"],
         "first_step_seconds": first["time"] - window_seconds - launched,
-        "version": f"ddp_trainer {our_version()}",
+        "version": f"ddp_trainer {version('ddp_trainer')}",
     }
-
-
-def our_version() -> str:
-    from ddp_trainer import __version__
-
-    return __version__
 
 
 def best_workers(job: Job, script: str) -> int:

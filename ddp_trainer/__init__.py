@@ -1,5 +1,6 @@
 """Exact, fast, small: PyTorch DistributedDataParallel training of image classifiers."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,12 @@ __version__ = "0.1.0"
 __all__ = ["Config", "Trainer", "__version__", "run"]
 
 _HOMES = {"Config": "ddp_trainer.config", "Trainer": "ddp_trainer.trainer", "run": "ddp_trainer.run"}
+
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # A thread that waits for its siblings gives its core up after microseconds, not milliseconds: two runs that share
+    # cores would keep each other from working. Here, as libgomp reads it once, when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def __getattr__(name: str) -> Any:
