@@ -6,7 +6,7 @@ size over the bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddp_trainer.config import CommHook, DDPConfig
 from ddp_trainer.costs import product, wire_bytes
@@ -46,14 +46,6 @@ class Compute:
     def size(self) -> float:
         """The bytes of all gradients."""
         return 4.0 * sum(product(shape) for shape in self.shapes)
-
-    def at(self, batch: float) -> Compute:
-        """Return the same for a share of `batch` images."""
-        forward_backward = max(1e-9, self.forward_backward + self.per_image * (batch - self.batch))
-        stretch = forward_backward / self.forward_backward
-        return replace(
-            self, batch=int(batch), forward_backward=forward_backward, ready=[when * stretch for when in self.ready]
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
