@@ -179,7 +179,7 @@ def print_header(config: Config, trainer: Trainer, splits: Splits, run_dir: Path
         len(splits.eval),
     )
     logger.info(
-        "%d × %s (%s), %s, %d threads a rank, sync=%s, torch %s",
+        "%d × %s (%s), %s, num_threads=%d, sync=%s, torch %s",
         world.world_size,
         device or world.device.type,
         world.backend,
