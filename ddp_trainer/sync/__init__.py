@@ -7,6 +7,7 @@ from typing import assert_never
 import torch
 
 from ddp_trainer.config import (
+    SCHEMAS,
     AllReduceConfig,
     ConfigError,
     DataParallelConfig,
@@ -59,7 +60,7 @@ def build_sync(config: SyncConfig, world: World) -> GradientSync:
         case DataParallelConfig():
             return DataParallelSync(world)
         case SyncConfig():
-            raise ConfigError(f"sync.name={config.name!r} is unknown: choose ddp or none")
+            raise ConfigError(f"sync.name={config.name!r} is unknown: choose one of {', '.join(SCHEMAS['sync'])}")
         case _:
             assert_never(config)
 

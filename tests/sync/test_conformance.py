@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
-from ddp_trainer.config import LeNetConfig
+from ddp_trainer.config import ConfigError, LeNetConfig, SyncConfig
 from ddp_trainer.distributed import World, connected
 from ddp_trainer.environment import read_environment
 from ddp_trainer.models import build_model
@@ -227,6 +227,11 @@ def test_get_params_shares_nothing_with_the_model() -> None:
     for mine, other in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(mine, other)
         assert mine.data_ptr() != other.data_ptr()
+
+
+def test_an_unknown_strategy_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.name='mpi' is unknown: choose one of ddp, none, allreduce, ring, "):
+        build_sync(SyncConfig(name="mpi"), WORLD_OF_ONE)
 
 
 # --- statistics -------------------------------------------------------------------------------
