@@ -37,7 +37,6 @@ def measure_compute(trainer: Trainer, smaller: Trainer, *, steps: int) -> Comput
         forward_backward=whole,
         per_image=(whole - less) / (batch - other),
         rest=sum(seconds(tags[0], name) for name in ("data_wait", "optimizer", "other")),
-        optimizer=seconds(tags[0], "optimizer"),
         ready=ready_times(trainer, steps=steps, forward_backward=whole),
         copy=timed(lambda: unflatten(flatten(gradients), gradients), trainer.world),
         divide=timed(lambda: flat.div_(2), trainer.world),

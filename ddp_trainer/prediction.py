@@ -29,8 +29,6 @@ class Compute:
     """How much longer forward and backward take for one more image."""
     rest: float
     """Data, optimizer and all else of a step."""
-    optimizer: float
-    """The optimizer's part of the rest."""
     ready: list[float]
     """When each parameter's gradient is there, counted from the beginning of forward."""
     copy: float

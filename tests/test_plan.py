@@ -36,7 +36,6 @@ COMPUTE = Compute(
     forward_backward=0.9,
     per_image=0.008,
     rest=0.1,
-    optimizer=0.05,
     ready=[0.9, 0.6, 0.5],
     copy=0.01,
     divide=0.002,
