@@ -1,46 +1,53 @@
-# train and test are all that a fresh machine needs: Python 3.11 or newer, make, bash.
+# A new machine needs Python 3.11 or newer, make and bash; then `make train` and `make test` work.
+# TORCH=cpu installs PyTorch's CPU build, 200 MB in place of 5.6 GB, from PyTorch's own index. uv is used where it is.
 PYTHON ?= python3
+TORCH ?=
 BIN := .venv/bin
+UV := $(shell command -v uv)
+VENV := $(if $(UV),uv venv --quiet --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
+PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --disable-pip-version-check) \
+	--constraint constraints.txt
 
 .PHONY: train test chaos cluster check bench clean
 
-train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks, about a minute
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node=2 -m ddp_trainer experiment=digits_resnet18
+train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the README says how long it takes
+	NPROC=2 launch/local.sh experiment=digits_resnet18
 
-test: .venv/installed  ## every law, with real processes
+test: .venv/installed  ## all tests, including every guarantee of the README, with real processes
 	$(BIN)/pytest -m "not chaos and not cluster"
 
-chaos: .venv/installed  ## kill, stop, cut, flip and fill up what can be; a table of what was lost
+chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; prints what was lost
 	$(BIN)/pytest tests/chaos
 
-cluster: .venv/installed-sweep  ## SLURM, hosts of network namespaces and a container build; as root, on Debian
+cluster: .venv/installed-sweep  ## tests on SLURM, network namespaces and a container build; as root, on Debian
 	$(BIN)/pytest tests/cluster
 
-check: .venv/installed  ## style and types; shellcheck is Debian's
+check: .venv/installed  ## format, lint and types; needs Debian's shellcheck
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	shellcheck launch/* .ci/run docs/images/*.sh benchmarks/*.sh
 
-bench: .venv/installed-bench  ## side by side with plain DDP, Lightning and Accelerate, interleaved
+bench: .venv/installed-bench  ## compare with plain DDP, Lightning and Accelerate in interleaved rounds
 	$(BIN)/python benchmarks/compare.py --model lenet
 	$(BIN)/python benchmarks/compare.py --model resnet18
 
-clean:  ## all that make has made
+clean:  ## remove everything that make has created
 	rm -rf .venv outputs build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamped last: an installation that was cut short is taken up again, a finished one is not repeated.
+# The file is created last, so that an interrupted installation is continued and a finished one is not repeated.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(VENV)
+	$(if $(TORCH),$(PIP) --index-url https://download.pytorch.org/whl/$(TORCH) torch torchvision)
+	$(PIP) --editable '.[dev]'
 	@touch $@
 
 .venv/installed-sweep: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[sweep]'
+	$(PIP) --editable '.[sweep]'
 	@touch $@
 
 .venv/installed-bench: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(PIP) --editable '.[bench]'
 	@touch $@

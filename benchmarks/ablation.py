@@ -1,4 +1,4 @@
-"""What each choice of the trainer's step buys: the same job with one of them taken back at a time, interleaved.
+"""Measure what each optimization of the training step gains: the same job with one of them undone, interleaved.
 
     python benchmarks/ablation.py --model lenet --rounds 3
 
@@ -29,7 +29,7 @@ main()
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One thing done in another way: by config keys, or by a line of Python before the launch."""
+    """One optimization undone: by config keys, or by a line of Python before the launch."""
 
     name: str
     overrides: tuple[str, ...] = ()
@@ -37,17 +37,17 @@ class Choice:
 
 
 CHOICES = (
-    Choice(name="as it is"),
+    Choice(name="defaults"),
     Choice(name="fp32 instead of bf16", overrides=("precision=fp32",)),
     Choice(name="NCHW instead of channels_last", overrides=("channels_last=false",)),
     Choice(
         name="freed memory returned to the system",
-        patch="import ddp_trainer.start; ddp_trainer.start.keep_freed_memory = lambda: None",
+        patch="import ddp_trainer.training.start as s; s.keep_freed_memory = lambda: None",
     ),
     Choice(
         name="foreach instead of fused SGD",
         patch=(
-            "from functools import partial; import ddp_trainer.optim as o; from torch.optim import SGD\n"
+            "from functools import partial; import ddp_trainer.training.optimizers as o; from torch.optim import SGD\n"
             "def plain(*a, fused, **k): return SGD(*a, foreach=True, **k)\n"
             "o.SGD = plain"
         ),
@@ -64,11 +64,11 @@ CHOICES = (
     Choice(name="buckets of 25 MiB instead of auto", overrides=("sync.bucket_cap_mb=25",)),
     Choice(name="no communication overlap (one flat all-reduce)", overrides=("sync=allreduce",)),
     Choice(
-        name="a clock less (no timeline)",
+        name="no step timer",
         patch=(
-            "import ddp_trainer.timeline as t\n"
-            "t.Timeline.enter = lambda self, phase: None\n"
-            "t.Timeline._gradients_ready = lambda self, parameter: None"
+            "import ddp_trainer.performance.step_timer as t\n"
+            "t.StepTimer.enter = lambda self, phase: None\n"
+            "t.StepTimer._gradients_ready = lambda self, parameter: None"
         ),
     ),
     Choice(name="compile=true", overrides=("compile=true",)),
@@ -83,7 +83,7 @@ def rate(job: Job, choice: Choice) -> float:
         torchrun(
             job, str(program), f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
             f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
-            f"log_every_steps={job.window}", "data.augment.crop_padding=2", f"output_dir={folder}", "name=bench",
+            f"log_every_steps={job.window}", "data.augment.random_crop_padding=2", f"output_dir={folder}", "name=bench",
             *choice.overrides,
             alike=False,
         )  # fmt: skip
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("lenet", "resnet18"), default="lenet")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", metavar="WORDS", help="choices whose names contain this, besides the first")
+    parser.add_argument("--only", metavar="WORDS", help="measure the defaults and what has this in its name")
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
     options = parser.parse_args()
     steps, window = (400, 20) if options.model == "lenet" else (8, 1)
@@ -110,7 +110,7 @@ def main() -> None:
             rates[choice.name].append(rate(job, choice))
             print(f"{time.strftime('%H:%M:%S')} {choice.name}: {rates[choice.name][-1]:,.0f}", file=sys.stderr)
     print(f"{job.model}, 2 ranks of one thread, global batch 256, {cpu_model()}\n")
-    print("| | images/s | × as it is (range of rounds) |\n|---|--:|--:|")
+    print("| | images/s | × the defaults (range of rounds) |\n|---|--:|--:|")
     base = rates[CHOICES[0].name]
     for name, found in rates.items():
         ratios = [one / other for one, other in zip(found, base, strict=True)]

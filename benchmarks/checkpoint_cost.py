@@ -1,4 +1,4 @@
-"""What saving costs: LeNet on Fashion-MNIST, two ranks, with and without a save every 20 steps, in alternation.
+"""Measure what checkpoints cost: LeNet on Fashion-MNIST, 2 ranks, with a save every 20 steps and without, in turn.
 
 python benchmarks/checkpoint_cost.py --rounds 5
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1", "--nproc_per_node=2")
 
 
 def images_per_second(folder: str, *overrides: str) -> float:

@@ -1,13 +1,13 @@
-"""Run ddp_trainer and its peers on the same job, interleaved, and print how fast each of them trains.
+"""Run ddp_trainer and other trainers on the same job, interleaved, and print how fast each of them trains.
 
     python benchmarks/compare.py --model lenet
 
-Every contestant trains the same model on Fashion-MNIST with the same augmentation and global batch, on
-`--ranks` ranks of one thread under torchrun. A round runs all of them once, each round beginning with another, so
-that a slow minute of the machine slows them all. Two comparisons come out of the same rounds. As a user would run it:
-everybody's defaults. Like for like: `--precision`, no compile, and malloc told to keep what is freed; otherwise
-glibc faults a LeNet step's activations in again or not, depending on what a process happened to free before, which
-moves plain DDP by a tenth.
+Every trainer trains the same model on Fashion-MNIST with the same augmentation and global batch, on `--ranks` ranks of
+one thread under torchrun. A round runs each of them once and begins with another one, so that a slow minute of the
+machine slows all of them. The rounds give two comparisons. As a user would run it: the defaults of each trainer. Like
+for like: `--precision`, no compile, and malloc set to keep freed memory. Without that setting glibc maps the
+activations of a LeNet step anew or not, depending on what a process has freed before, which changes the speed of plain
+DDP by a tenth.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DEADLINE_SECONDS = 1200
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all contestants do."""
+    """The job of all trainers."""
 
     model: str
     ranks: int
@@ -51,13 +51,13 @@ class Job:
     steps: int
     window: int
     precision: str
-    """Of the like-for-like comparison and of all peers."""
+    """Of the like-for-like comparison, and of all peers."""
     device: str
     data: Path
 
     @property
     def as_a_user(self) -> tuple[str, ...]:
-        """Everybody's defaults, our fast recipe where there is one, and ourselves on one rank."""
+        """The defaults of all trainers, and ddp_trainer with its fast recipe, if the model has one, and on one rank."""
         fast = (FAST,) if self.model in FAST_RECIPES else ()
         alone = (ONE_RANK,) if self.ranks > 1 else ()
         return (DEFAULTS, *fast, *PEERS, *alone)
@@ -65,21 +65,21 @@ class Job:
 
 @dataclass(kw_only=True)
 class Result:
-    """What one contestant came to, a value per round."""
+    """The measurements of one trainer, one value per round."""
 
     images_per_second: list[float] = field(default_factory=list)
     first_step_seconds: list[float] = field(default_factory=list)
     foreign_cores: list[float] = field(default_factory=list)
-    """Cores kept busy by others meanwhile: above a tenth or so a round tells little."""
+    """Cores that other processes kept busy meanwhile; above 0.1 or so a round says little."""
     workers: int | None = None
     version: str = ""
 
 
 def torchrun(job: Job, *command: str, alike: bool) -> str:
-    """Run `command` on the job's ranks, one thread each; return what it printed."""
+    """Run `command` on the ranks of the job, one thread each, and return its output."""
     threads = {"OMP_NUM_THREADS": "1"} if job.device == "cpu" else {}
     environment = os.environ | threads | (KEEP_FREED_MEMORY if alike else {})
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={job.ranks}")
+    launcher = ("-m", "torch.distributed.run", "--master-addr=127.0.0.1", f"--nproc_per_node={job.ranks}")
     done = subprocess.run(
         [sys.executable, *launcher, *command], cwd=HERE.parent, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS,
@@ -90,7 +90,7 @@ def torchrun(job: Job, *command: str, alike: bool) -> str:
 
 
 def run_peer(job: Job, script: str, *, workers: int, alike: bool = False) -> dict[str, Any]:
-    """Run one of peers/ and return its report."""
+    """Run one of the scripts in peers/ and return its report."""
     options = {
         "data": job.data, "model": job.model, "steps": job.steps, "window": job.window, "workers": workers,
         "batch-size": job.global_batch_size // job.ranks, "precision": job.precision, "device": job.device,
@@ -105,13 +105,13 @@ def run_peer(job: Job, script: str, *, workers: int, alike: bool = False) -> dic
 
 
 def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
-    """Run ddp_trainer and return the same report, from its run directory."""
+    """Run ddp_trainer and return a report like those of peers, from its run directory."""
     with tempfile.TemporaryDirectory() as folder:
         launched = time.time()
         torchrun(
             job, "-m", "ddp_trainer", f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
             f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
-            f"log_every_steps={job.window}", "data.augment.crop_padding=2", f"output_dir={folder}", "name=bench",
+            f"log_every_steps={job.window}", "data.augment.random_crop_padding=2", f"output_dir={folder}", "name=bench",
             f"device={job.device}", "num_threads=1", *overrides,
             alike=alike,
         )  # fmt: skip
@@ -127,14 +127,14 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
 
 
 def best_workers(job: Job, script: str) -> int:
-    """Return how many loader workers suit a peer best here, of 0, 1 and 2."""
+    """Return the number of loader workers, of 0, 1 and 2, with which a peer is fastest."""
     rates = {n: run_peer(job, script, workers=n)["images_per_second"] for n in (0, 1, 2)}
     print(f"  {script}: " + ", ".join(f"{n} workers {rate:,.0f} img/s" for n, rate in rates.items()), flush=True)
     return max(rates, key=rates.__getitem__)
 
 
 def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Result]:
-    """Run every contestant `rounds` times, interleaved."""
+    """Run every trainer `rounds` times, interleaved."""
     results = {name: Result() for name in (*job.as_a_user, *LIKE_FOR_LIKE)}
     for name, script in PEERS.items():
         results[name].workers = best_workers(job, script) if workers is None else workers
@@ -143,26 +143,26 @@ def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Resul
     for round_ in range(rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             began, foreign = time.perf_counter(), foreign_seconds()
-            report = run_contestant(job, name, workers=results[name].workers or 0)
+            report = run_trainer(job, name, workers=results[name].workers or 0)
             foreign_cores = max(0.0, (foreign_seconds() - foreign) / (time.perf_counter() - began))
             results[name].foreign_cores.append(foreign_cores)
             results[name].images_per_second.append(report["images_per_second"])
             results[name].first_step_seconds.append(report["first_step_seconds"])
             results[name].version = report["version"]
-            noise = f" (others kept {foreign_cores:.1f} cores busy)" if foreign_cores > 0.1 else ""
+            noise = f" (other processes kept {foreign_cores:.1f} cores busy)" if foreign_cores > 0.1 else ""
             print(f"  round {round_ + 1}: {name}: {report['images_per_second']:,.0f} img/s{noise}", flush=True)
     return results
 
 
 def foreign_seconds() -> float:
-    """Return the CPU seconds that processes other than our children have used since boot."""
+    """Return the CPU seconds that processes other than this one's children have used since boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:4]]  # user, nice, system
     ours = resource.getrusage(resource.RUSAGE_CHILDREN)
     return sum(ticks) / os.sysconf("SC_CLK_TCK") - ours.ru_utime - ours.ru_stime
 
 
-def run_contestant(job: Job, name: str, *, workers: int) -> dict[str, Any]:
-    """Run one contestant once."""
+def run_trainer(job: Job, name: str, *, workers: int) -> dict[str, Any]:
+    """Run one trainer once."""
     if name == DEFAULTS:
         return run_ours(job)
     if name == FAST:
@@ -221,11 +221,11 @@ def cpu_model() -> str:
 
 
 def draw(results: dict[str, Result], *, title: str, path: Path) -> None:
-    """Draw medians as bars and the spread as whiskers, if matplotlib is there."""
+    """Draw medians as bars and the range as whiskers, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError:
-        print("no picture: matplotlib is in the extra bench")
+        print("no picture: matplotlib is not installed, pip install 'ddp_trainer[bench]'")
         return
     names = list(reversed(results))
     medians = [statistics.median(results[name].images_per_second) for name in names]
@@ -274,7 +274,7 @@ def main() -> None:
     job, options = parse()
     processor, load = cpu_model(), os.getloadavg()[0]
     for name in SCRIPTS.keys() - PEERS:
-        print(f"{name} is left out: pip install 'ddp_trainer[bench]' brings it")
+        print(f"{name} is left out: install it by pip install 'ddp_trainer[bench]'")
     print(f"{job.model}, global batch {job.global_batch_size}, {job.ranks} ranks of one thread, {job.precision}")
     print(f"{processor}; load before: {load:.2f}", flush=True)
     results = run_rounds(job, rounds=options.rounds, workers=options.workers)

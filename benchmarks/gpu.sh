@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one go and in under ten minutes: tests, throughput beside the peers, accuracy.
+# Run everything that needs a GPU, in less than ten minutes: tests, throughput beside other trainers, accuracy.
 #   WHEELS=folder DATA=folder OUT=folder benchmarks/gpu.sh
-# WHEELS: wheels for what this host's Python lacks (no network is used); DATA: the four Fashion-MNIST files.
-# Every part reports for itself: one that fails does not keep the others from running.
+# WHEELS: wheels of the packages that the Python of this host lacks (no network is used); DATA: the four files of
+# Fashion-MNIST. A part that fails does not keep the others from running.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}
@@ -11,7 +11,7 @@ DATA=${DATA:-/usr/share/datasets/fashion-mnist}
 mkdir -p "$OUT"
 failed=()
 
-part() { # name, seconds, command …: run one part under a limit, keep what it prints
+part() { # name, seconds, command …: run one part with a time limit, and keep its output
     local name=$1 seconds=$2
     shift 2
     echo "== $name"
@@ -26,9 +26,9 @@ if [[ -n ${WHEELS:-} ]]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable . || exit 1
 fi
 
-train=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=gpu -m ddp_trainer
+train=("$PYTHON" -m torch.distributed.run --master-addr=127.0.0.1 --nproc_per_node=gpu -m ddp_trainer
     "data.root=$DATA" "output_dir=$OUT/runs")
-part doctor 60 "$PYTHON" -m ddp_trainer.doctor
+part doctor 60 "$PYTHON" -m ddp_trainer doctor
 part tests 240 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py
 for precision in fp32 bf16 fp16; do
     part "resnet18-$precision" 60 "${train[@]}" data=fashion_mnist "name=$precision" "precision=$precision" max_steps=468

@@ -1,10 +1,10 @@
-"""Compare the strategies between two hosts, over links of several speeds, beside what the plan predicts.
+"""Measure the strategies between two hosts, over links of several speeds, and compare with the prediction of plan.
 
     sudo .venv/bin/python benchmarks/over_links.py --model resnet18 --batch 64 --links 200mbit,1gbit,unshaped
 
-The hosts are network namespaces of this machine, a rank of one thread each; tc shapes their links. For each link
-`ddp_trainer.plan` measures what a rank computes and what a message costs, and predicts; then `ddp_trainer.benchmark`
-measures the strategies, rounds interleaved.
+The hosts are network namespaces of this machine, with one rank of one thread each; tc limits the speed of their links.
+For each link the command plan measures computing and messages and predicts the step time; then the command benchmark
+measures it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_SECONDS = 1500
 
 
 def torchrun_on_both(hosts: Hosts, folder: Path, words: list[str]) -> None:
-    """Run a module on both hosts under torchrun, to its end."""
+    """Run a command on both hosts under torchrun."""
     log = folder / "log"
     nodes = [
         hosts.start(
@@ -58,12 +58,12 @@ def measure(link: str, arguments: argparse.Namespace) -> tuple[list[dict[str, An
             f"model={arguments.model}", "data=fashion_mnist", f"global_batch_size={arguments.batch}", "num_threads=1",
             f"output_dir={folder}", "name=run", "timeout_seconds=600",
         ]  # fmt: skip
-        torchrun_on_both(hosts, folder, ["-m", "ddp_trainer.plan", "--ranks=2", *overrides])
-        options = [f"--rounds={arguments.rounds}", f"--steps={arguments.steps}", f"--strategies={arguments.strategies}"]
-        torchrun_on_both(hosts, folder, ["-m", "ddp_trainer.benchmark", *options, *overrides])
+        torchrun_on_both(hosts, folder, ["-m", "ddp_trainer", "plan", "ranks=2", *overrides])
+        options = [f"rounds={arguments.rounds}", f"steps={arguments.steps}", f"strategies={arguments.strategies}"]
+        torchrun_on_both(hosts, folder, ["-m", "ddp_trainer", "benchmark", *options, *overrides])
         planned = json.loads((folder / "plan-run" / "plan.json").read_text())["predictions"]
         rows = json.loads((folder / "benchmark-run" / "benchmark.json").read_text())["rows"]
-    return rows, {one["strategy"]: 1e3 * one["step"] for one in planned}
+    return rows, {prediction["strategy"]: 1e3 * prediction["step"] for prediction in planned}
 
 
 def main() -> None:
@@ -77,16 +77,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if not can_make_hosts():
         sys.exit(NEEDS)
-    print(f"{arguments.model}, {arguments.batch // 2} images a rank, {platform.processor() or platform.machine()}, "
+    print(f"{arguments.model}, {arguments.batch // 2} images per rank, {platform.processor() or platform.machine()}, "
           f"torch {torch.__version__}\n")  # fmt: skip
     print("| link | sync | step ms (median) | × ddp (range) | predicted ms | error |\n|---|---|---|---|---|---|")
     for link in arguments.links.split(","):
         rows, planned = measure(link, arguments)
         for row in rows:
-            ratio = f"{row['relative']:.2f} ({row['relative_least']:.2f}–{row['relative_most']:.2f})"
-            told = planned.get(row["name"])
-            prediction = "| – | – |" if told is None else f"| {told:,.0f} | {told / row['step_ms'] - 1:+.0%} |"
-            print(f"| {link} | {row['name']} | {row['step_ms']:,.0f} | {ratio} {prediction}", flush=True)
+            ratio = f"{row['relative']:.2f} ({row['relative_min']:.2f}–{row['relative_max']:.2f})"
+            predicted = planned.get(row["name"])
+            cells = (
+                "| – | – |" if predicted is None else f"| {predicted:,.0f} | {predicted / row['step_ms'] - 1:+.0%} |"
+            )
+            print(f"| {link} | {row['name']} | {row['step_ms']:,.0f} | {ratio} {cells}", flush=True)
 
 
 if __name__ == "__main__":

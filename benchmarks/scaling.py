@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py --rounds 5    # as root: hosts are network namespaces of this machine
 
-A host is one rank of one thread, started by launch/multinode.sh; the global batch is the same at any number of
-hosts (strong scaling). A round measures every case once, each round beginning with another. All hosts share this
-machine's cores: from as many ranks as cores on, more hosts cannot be faster, only lose less.
+A host is one rank of one thread, started by launch/multinode.sh; the global batch is the same for any number of hosts
+(strong scaling). A round measures every case once, and each round begins with another one. All hosts share the cores
+of this machine, so more hosts than cores cannot be faster.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from cluster.namespaces import NEEDS, Hosts, can_make_hosts  # noqa: E402  # the
 HOSTS = (1, 2, 4)
 LINKS = {"unshaped": None, "1 Gbit/s": "1gbit"}
 MODELS = {"lenet": (256, 150), "resnet18": (64, 30)}
-"""Global batch, and steps at 1."""
+"""Global batch, and steps with --share 1."""
 DEADLINE_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured once a round."""
+    """One measurement of a round."""
 
     model: str
     link: str
@@ -68,7 +68,7 @@ def measure(case: Case, *, share: float) -> float:
 
 
 def print_table(rates: dict[Case, list[float]]) -> None:
-    """Print the medians, and what share of the cores' worth of one host's speed each is."""
+    """Print the medians, and each as a share of the speed of one host times the cores in use."""
     cores = len(os.sched_getaffinity(0))
     rounds = len(next(iter(rates.values())))
     print(f"\n{cores} cores ({platform.processor() or platform.machine()}), torch {torch.__version__}, gloo, one "
@@ -91,7 +91,7 @@ def print_table(rates: dict[Case, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--share", type=float, default=1.0, help="of each case's steps, for a short try")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the steps of each case, for a short trial")
     arguments = parser.parse_args()
     if not can_make_hosts():
         sys.exit(NEEDS)

@@ -1,28 +1,68 @@
 """Exact, fast, small: PyTorch DistributedDataParallel training of image classifiers."""
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_trainer.config import Config
-    from ddp_trainer.run import run
-    from ddp_trainer.trainer import Trainer
+    from ddp_trainer.config.data import DataConfig
+    from ddp_trainer.config.errors import ConfigError
+    from ddp_trainer.config.loggers import LoggerConfig
+    from ddp_trainer.config.models import ModelConfig
+    from ddp_trainer.config.schema import Config
+    from ddp_trainer.config.sync import SyncConfig
+    from ddp_trainer.data.dataset import Datasets, ImageTensors
+    from ddp_trainer.distributed.process_group import World
+    from ddp_trainer.loggers.base import Logger
+    from ddp_trainer.registry import register_dataset, register_logger, register_model, register_sync
+    from ddp_trainer.sync.base import GradientSync
+    from ddp_trainer.training.run import run
+    from ddp_trainer.training.trainer import Trainer
 
-__version__ = "0.1.0"
-__all__ = ["Config", "Trainer", "__version__", "run"]
+__version__ = "0.2.0"
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "Datasets",
+    "GradientSync",
+    "ImageTensors",
+    "Logger",
+    "LoggerConfig",
+    "ModelConfig",
+    "SyncConfig",
+    "Trainer",
+    "World",
+    "__version__",
+    "register_dataset",
+    "register_logger",
+    "register_model",
+    "register_sync",
+    "run",
+]
 
-_HOMES = {"Config": "ddp_trainer.config", "Trainer": "ddp_trainer.trainer", "run": "ddp_trainer.run"}
-
-
-if "OMP_WAIT_POLICY" not in os.environ:
-    # A thread that waits for its siblings gives its core up after microseconds, not milliseconds: two runs that share
-    # cores would keep each other from working. Here, as libgomp reads it once, when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+_MODULES = {
+    "Config": "config.schema",
+    "ConfigError": "config.errors",
+    "DataConfig": "config.data",
+    "Datasets": "data.dataset",
+    "GradientSync": "sync.base",
+    "ImageTensors": "data.dataset",
+    "Logger": "loggers.base",
+    "LoggerConfig": "config.loggers",
+    "ModelConfig": "config.models",
+    "SyncConfig": "config.sync",
+    "Trainer": "training.trainer",
+    "World": "distributed.process_group",
+    "register_dataset": "registry",
+    "register_logger": "registry",
+    "register_model": "registry",
+    "register_sync": "registry",
+    "run": "training.run",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use: ``--help`` and completion need no torch."""
-    if name not in _HOMES:
+    """Import a public name on first use, because ``--help`` and completion must not import torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"ddp_trainer.{_MODULES[name]}"), name)

@@ -1,40 +1,57 @@
-"""The command line: ``torchrun --nproc_per_node=N -m ddp_trainer [key=value …]``."""
+"""The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m ddp_trainer …``."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
-from ddp_trainer.command_line import for_each_job
-from ddp_trainer.config import Config, require
-from ddp_trainer.environment import read_environment
-from ddp_trainer.launchers import register_launchers
-from ddp_trainer.memory import without_collection
+from ddp_trainer import registry
+from ddp_trainer.commands import COMMANDS
+from ddp_trainer.distributed.environment import limit_spinning, plugin_modules
 
 
 def main() -> None:
-    """Compose the config, run the job or jobs, and exit with 0, 2 for the user's input, or 1."""
-    register_launchers()
-    with ExitStack() as stack:
-        for_each_job(lambda config, run_dir: train(config, run_dir, stack))
+    """Run the command that ``sys.argv`` names, `train` if it names none."""
+    limit_spinning()
+    command, words = split_command(sys.argv[1:])
+    from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
+
+    with errors_as_exit_codes():
+        registry.load_plugins(plugin_modules())
+    if not command and words in (["--help"], ["-h"]):
+        print_overview()
+        return
+    import_module(f"ddp_trainer.commands.{(command or 'train').replace('-', '_')}").main(words)
 
 
-def train(config: Config, run_dir: Path, stack: ExitStack) -> float:
-    """Run one job and return its best top-1 for a sweeper; the jobs of a sweep share one process group."""
-    environment, hydra = read_environment(), HydraConfig.get()
-    launcher = hydra.runtime.choices["hydra/launcher"]
-    require(launcher == "basic", f"hydra/launcher={launcher} is for sweeps: add --multirun, or leave it out")
-    config.check_world_size(environment.world_size)
-    with without_collection():
-        from ddp_trainer.distributed import connected  # torch takes seconds to import; a bad config should not
-        from ddp_trainer.run import run
+def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command, empty if there is none, and the words after it."""
+    if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
+        return "", list(words)
+    if words[0] in COMMANDS:
+        return words[0], list(words[1:])
+    near = get_close_matches(words[0], COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}, or set a key, key=value"
+    print(f"error: {words[0]} is not a command: {hint}", file=sys.stderr)
+    sys.exit(2)
 
-    if hydra.mode is RunMode.MULTIRUN:
-        stack.enter_context(connected(config, environment))
-    return run(config, run_dir).best_top1
+
+def print_overview() -> None:
+    """Print the commands and the choices of each group."""
+    from ddp_trainer.config.composition import config_dir  # imports Hydra
+
+    print("Train an image classifier with PyTorch DistributedDataParallel.\n")
+    print("  python -m ddp_trainer [COMMAND] [key=value …]")
+    print("  torchrun --nproc_per_node=N -m ddp_trainer [COMMAND] [key=value …]\n\ncommands:")
+    for name, description in COMMANDS.items():
+        print(f"  {name:12} {description}")
+    print("\ngroups (choose with group=choice):")
+    for group in registry.groups():
+        print(f"  {group:12} {', '.join(registry.choices(group))}")
+    print(f"  {'experiment':12} {', '.join(sorted(path.stem for path in config_dir().glob('experiment/*.yaml')))}")
+    print("\nCOMMAND --help lists a command's options; train --help lists all keys of the config. Guide: README.md")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Our launchers where Hydra looks for plugins: it makes a launcher only of a class that lives in `hydra_plugins`."""
+"""The launchers for Hydra, which instantiates only launchers whose class is defined in `hydra_plugins`."""
 
 from __future__ import annotations
 
-from ddp_trainer.launchers import slurm, torchrun
+from ddp_trainer.launch.launchers import slurm, torchrun
 
 
 class TorchrunLauncher(torchrun.TorchrunLauncher):

@@ -1,13 +1,13 @@
-# shellcheck shell=bash disable=SC2034 # who sources this reads the variables
-# What local.sh and multinode.sh share: which python, how many ranks, one frozen config, a soft stop.
+# shellcheck shell=bash disable=SC2034 # the scripts that source this file read its variables
+# Functions of local.sh and multinode.sh: the interpreter, the number of ranks, the job file, the graceful stop.
 
-# Set `python` to the interpreter: PYTHON, else the project's .venv, else python3.
+# Set `python` to the interpreter: PYTHON, else that of the project's .venv, else python3.
 find_python() {
     python=${PYTHON:-$here/../.venv/bin/python}
     if [[ -z ${PYTHON:-} && ! -x $python ]]; then python=python3; fi
 }
 
-# Set `ranks` to the number of ranks on this host: NPROC, else the GPUs, else the usable cores.
+# Set `ranks` to the number of ranks on this host: NPROC, else the number of GPUs, else of usable cores.
 count_ranks() {
     ranks=${NPROC:-}
     if [[ -z $ranks && -n ${CUDA_VISIBLE_DEVICES-all} ]]; then
@@ -17,45 +17,46 @@ count_ranks() {
         fi
     fi
     if [[ -z $ranks ]]; then
-        ranks=$("$python" -c 'from ddp_trainer.environment import usable_cores; print(usable_cores())')
+        ranks=$("$python" -c 'from ddp_trainer.distributed.environment import usable_cores; print(usable_cores())')
     fi
     if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
-        echo "error: NPROC=$ranks is no number of ranks: set it from 1, or leave it to the GPUs or cores of this host" >&2
+        echo "error: NPROC=$ranks must be a number of ranks, at least 1; unset it for one per GPU or core" >&2
         exit 2
     fi
 }
 
-# Make a folder `work` that goes when the script ends.
+# Create a folder `work` that is removed when the script ends.
 make_work() {
     work=$(mktemp -d)
     trap 'rm -rf -- "$work"' EXIT
 }
 
-# Set `program` to what the ranks run: the doctor, or the config that the rest of the arguments say, composed and
-# checked once and frozen in $work/config.json: a bad one is one error, and nothing starts. The first argument is the
-# number of ranks, or empty if it will change.
+# Set `program` to the arguments of Python in each rank: the doctor, or the training of $work/job.json, to which the
+# config of the arguments is composed and checked once: a mistake is one error, and nothing starts. The first
+# argument is the number of ranks, empty if it is not known.
 choose_program() {
-    local world_size=${1:+--world-size=$1}
+    local world_size=${1:+world_size=$1}
     shift
     if [[ ${1:-} == doctor ]]; then
-        program=(-m ddp_trainer.doctor "${@:2}")
+        program=(-m ddp_trainer "$@")
         return
     fi
-    "$python" -m ddp_trainer.job freeze "$work/config.json" ${world_size:+"$world_size"} "$@" >/dev/null || exit $?
-    program=(-m ddp_trainer.job run "$work/config.json")
+    "$python" -m ddp_trainer freeze "$work/job.json" ${world_size:+"$world_size"} "$@" >/dev/null || exit $?
+    program=(-m ddp_trainer train "job_file=$work/job.json")
 }
 
-# Run a command in a session of its own and return its exit code. The first Ctrl-C or TERM asks the run for a soft
-# stop (torchrun would end its ranks for good after 30 s, if it saw the signal), a second one ends it at once. With
-# STOP_WITH_STDIN=1 a line on stdin, or its end, is a TERM.
-supervise() {
-    local child code reader='' asked='' interrupted=''
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # num_threads decides; unset, torchrun would talk of it
-    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or it warns of addresses that have no name
+# Run torchrun with these arguments in a session of its own and return its exit code. The first Ctrl-C or TERM requests
+# a graceful stop by a file (torchrun would kill its ranks 30 s after a signal), the second one kills all at once.
+# With STOP_WITH_STDIN=1 a line on stdin, or its end, counts as a TERM.
+run_torchrun() {
+    local child code reader='' stopping='' interrupted=''
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # num_threads decides; unset, torchrun prints a warning
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or torch warns of addresses that have no name
     export DDP_TRAINER_STOP_FILE=${DDP_TRAINER_STOP_FILE:-$work/stop}
     trap 'interrupted=1; stop' INT TERM
-    # setpriv: should this script be killed, torchrun goes too, and its ranks with it
-    setsid setpriv --pdeathsig TERM -- "$@" </dev/null &
+    # setpriv: torchrun, and with it the ranks, ends too when this script is killed
+    setsid setpriv --pdeathsig TERM -- "$python" -m ddp_trainer.launch.agent --nproc-per-node="$ranks" \
+        --log-dir="$work/torchrun" "$@" "${program[@]}" </dev/null &
     child=$!
     if [[ ${STOP_WITH_STDIN:-} ]]; then
         { while read -r; do kill -TERM $$; done; kill -TERM $$; } <&0 >/dev/null 2>&1 &
@@ -68,18 +69,18 @@ supervise() {
     done
     trap '' INT TERM
     if [[ $reader ]]; then kill "$reader" 2>/dev/null || :; fi
-    if [[ $asked ]]; then rm -f -- "$DDP_TRAINER_STOP_FILE"; fi
+    if [[ $stopping ]]; then rm -f -- "$DDP_TRAINER_STOP_FILE"; fi
     return "$code"
 }
 
-# Ask for a soft stop, or, asked already, kill torchrun and its ranks. Reads supervise's variables.
+# Request a graceful stop, or, the second time, kill torchrun and its ranks. Uses the variables of run_torchrun.
 stop() {
-    if [[ -z $asked ]]; then
-        asked=1
-        echo "stopping softly, once all ranks have saved; again to stop now" >&2
+    if [[ -z $stopping ]]; then
+        stopping=1
+        echo "stopping after all ranks have saved; once more to stop at once" >&2
         touch -- "$DDP_TRAINER_STOP_FILE"
     else
-        # shellcheck disable=SC2046  # a word a process id
+        # shellcheck disable=SC2046  # one word per process id
         kill -KILL $(cat /proc/"$child"/task/*/children 2>/dev/null) "$child" 2>/dev/null || :
     fi
 }

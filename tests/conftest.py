@@ -7,29 +7,29 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from ddp_trainer.composition import resolve
-from ddp_trainer.config import Config, config_dir, register_configs
-from ddp_trainer.distributed import connected
-from ddp_trainer.environment import read_environment
-from ddp_trainer.run import run
+from ddp_trainer import registry
+from ddp_trainer.config.composition import compose as compose_words
+from ddp_trainer.config.schema import Config
+from ddp_trainer.distributed.environment import plugin_modules, read_environment
+from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.training.run import run
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31", "data.channels=1",
         "data.height=12", "data.width=12", "data.mean=[0.5]", "data.std=[0.25]", "precision=fp32",
         "global_batch_size=12", "epochs=2")  # fmt: skip
@@ -37,7 +37,8 @@ TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31"
 
 
 def pytest_configure() -> None:
-    """Undo what a shell does to `make test &`: SIGINT ignored, by all that the tests start too, for good."""
+    """Load plug-ins, and undo what a shell does to `make test &`: all processes of the tests would ignore SIGINT."""
+    registry.load_plugins(plugin_modules())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -65,6 +66,15 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ours} | extra
 
 
+def torchrun(ranks: int, *options: str) -> list[str]:
+    """Return the words that start torchrun on this machine, with a port of its own, so that several can run at once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={ranks}",
+            "--master-addr=127.0.0.1", f"--master-port={port}", *options]  # fmt: skip
+
+
 def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str) -> Finished:
     """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the test."""
     process = subprocess.Popen(
@@ -83,7 +93,7 @@ def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None =
 def launch(*overrides: str, ranks: int | None = None, deadline: float = 120, cwd: Path | None = None,
            module: str = "ddp_trainer", **extra: str) -> Finished:  # fmt: skip
     """Run the command line with `overrides`: plain python for ranks=None, else torchrun with so many ranks."""
-    start = [sys.executable] if ranks is None else [*TORCHRUN, f"--nproc_per_node={ranks}"]
+    start = [sys.executable] if ranks is None else torchrun(ranks)
     return run_command([*start, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra)
 
 
@@ -138,6 +148,15 @@ def assert_bitwise(left: Any, right: Any) -> None:
 
 
 @pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Return environment variables under which importing torch fails."""
+    (tmp_path / "no" / "torch").mkdir(parents=True)
+    (tmp_path / "no" / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')")
+    root, already = Path(__file__).parents[1], os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "no"), str(root), *([already] if already else [])])}
+
+
+@pytest.fixture
 def train_in(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that trains under tmp_path/<name> on `ranks` ranks and returns the run directory."""
 
@@ -164,9 +183,15 @@ def _rank(rank: int, world_size: int, port: int, results: Any, function: Callabl
         raise
 
 
-def _start(world_size: int, results: Any, function: Callable[..., Any], args: tuple) -> tuple[list[Any], TCPStore]:
+def forkserver() -> Any:
+    """Return the multiprocessing context whose processes are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_trainer.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
+    context.set_forkserver_preload(["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
+    return context
+
+
+def _start(world_size: int, results: Any, function: Callable[..., Any], args: tuple) -> tuple[list[Any], TCPStore]:
+    context = forkserver()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         context.Process(target=_rank, args=(rank, world_size, store.port, results, function, args))
@@ -212,9 +237,20 @@ def start_ranks(world_size: int, overrides: tuple[str, ...]) -> list[Any]:
 
 def compose(*overrides: str) -> Config:
     """Return the config that the command line would make of `overrides`."""
-    register_configs()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return resolve(hydra_compose("config", list(overrides)))
+    return compose_words(overrides)
+
+
+@contextmanager
+def in_process_group(config: Config) -> Iterator[World]:
+    """Join the process group of this process's ranks as `config` says, and leave it again."""
+    with process_group(
+        read_environment(),
+        device=config.device,
+        backend=config.backend,
+        num_threads=config.num_threads,
+        timeout_seconds=config.timeout_seconds,
+    ) as world:
+        yield world
 
 
 def _train(config: Config) -> str:
@@ -227,7 +263,7 @@ def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str
 
 
 def _train_one_after_another(configs: list[Config]) -> None:
-    with connected(configs[0], read_environment()):
+    with in_process_group(configs[0]):
         for config in configs:
             run(config)
 

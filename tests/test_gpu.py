@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import TINY, assert_bitwise, compose, newest_checkpoint, on_ranks, read_summary, records
 
-from ddp_trainer.run import run
-from ddp_trainer.trainer import Trainer
+from ddp_trainer.training.run import run
+from ddp_trainer.training.step import TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize("model", ["lenet", "resnet18"])
 def test_stopped_and_resumed_is_bitwise_the_same(model: str, train_in: Callable[..., Path]) -> None:
-    common = (*GPU, *FP32, f"model={model}", "checkpoint.every_steps=3", "data.augment.crop_padding=2")
+    common = (*GPU, *FP32, f"model={model}", "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
     whole = train_in("whole", *common)
     train_in("parts", *common, "max_steps=5")
     parts = train_in("parts", *common)
@@ -62,20 +62,20 @@ def test_a_strategy_trains_on_one_gpu(sync: str, train_in: Callable[..., Path]) 
 
 def _train_without_waiting(overrides: tuple[str, ...]) -> None:
     """Train with `overrides`; CUDA raises an error where a step waits for the device."""
-    take_step, taken = Trainer.train_step, [0]
+    take_step, taken = TrainStep.__call__, [0]
 
-    def step(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def step(self: TrainStep, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         taken[0] += 1
         torch.cuda.set_sync_debug_mode("error" if taken[0] > 2 else "default")  # the first fill caches
         loss = take_step(self, images, labels)
         torch.cuda.set_sync_debug_mode("default")
         return loss
 
-    Trainer.train_step = step
+    TrainStep.__call__ = step
     run(compose(*overrides))
 
 
-@pytest.mark.parametrize("extra", [(), ("optimizer=adamw", "max_grad_norm=1", "num_microbatches=2")])
+@pytest.mark.parametrize("extra", [(), ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2")])
 def test_no_step_waits_for_the_device(extra: tuple[str, ...], tmp_path: Path) -> None:
     on_ranks(1, _train_without_waiting, (*GPU, f"output_dir={tmp_path}", "name=run", *extra), deadline=120)
 
@@ -83,13 +83,13 @@ def test_no_step_waits_for_the_device(extra: tuple[str, ...], tmp_path: Path) ->
 def _batches(overrides: tuple[str, ...]) -> list[str]:
     """Train with `overrides`; return where each batch was when the loader gave it away."""
     devices: list[str] = []
-    original = Trainer.train_step
+    original = TrainStep.__call__
 
-    def step(self: Trainer, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def step(self: TrainStep, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         devices.append(images.device.type)
         return original(self, images, labels)
 
-    Trainer.train_step = step
+    TrainStep.__call__ = step
     run(compose(*overrides))
     return devices
 

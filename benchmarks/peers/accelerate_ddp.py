@@ -1,4 +1,4 @@
-"""Accelerate, as its quick tour has it."""
+"""Accelerate, as in its quick tour."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No framework: DDP in a bare loop over our resident batches, which leaves only the trainer's own overhead apart."""
+"""DDP in a plain loop over the batches of ddp_trainer: the difference to ddp_trainer is the overhead of its trainer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from job import MEAN, STD, Clock, Job, build_model, parse_job, place
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_trainer.config import AugmentConfig
-from ddp_trainer.data import Augmentation, Batch, GlobalBatchSampler, ResidentLoader
-from ddp_trainer.data.loader import Normalise
-from ddp_trainer.data.sources import read_split
+from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.data.datasets.idx import read_split
+from ddp_trainer.data.loaders import Batch, Normalize, TrainLoader
+from ddp_trainer.data.resident import ResidentReader
+from ddp_trainer.data.sampler import GlobalBatchSampler
 
 
-def batches(loader: ResidentLoader) -> Iterator[Batch]:
+def batches(loader: TrainLoader) -> Iterator[Batch]:
     epoch = 0
     while True:
         loader.sampler.set_epoch(epoch)
@@ -31,11 +33,11 @@ def train(job: Job) -> None:
     device, layout = place(job, int(os.environ["LOCAL_RANK"])), torch.channels_last
     torch.manual_seed(0)
     images = read_split(job.data, "train", num_classes=10)
-    loader = ResidentLoader(
-        images,
+    loader = TrainLoader(
+        ResidentReader(images, device=device),
         sampler=GlobalBatchSampler(images, global_batch_size=job.batch_size * world_size),
-        augmentation=Augmentation(AugmentConfig(crop_padding=2, flip=True), height=28, width=28, seed=0),
-        normalise=Normalise([MEAN], [STD], device=device, memory_format=layout),
+        augmentation=Augmentation(AugmentConfig(random_crop_padding=2, random_hflip=True), height=28, width=28, seed=0),
+        normalize=Normalize([MEAN], [STD], device=device, memory_format=layout),
         device=device,
     )
     model = build_model(job.model).to(device).to(memory_format=layout)

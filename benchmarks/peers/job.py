@@ -1,6 +1,6 @@
-"""What the peers have in common: the command line, the data set, the models and the clock.
+"""The parts that the peers share: command line, data set, models and clock.
 
-Nothing here comes from ddp_trainer, so that a peer's start-up is its own.
+Nothing is imported from ddp_trainer, because that would count as start-up time of the peers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Job:
     model: str
     steps: int
     window: int
-    """Steps between two log points; the rate is the median over these windows, the first left out."""
+    """Steps between two log points; the rate is the median over these windows without the first."""
     batch_size: int
     """Of a rank."""
     workers: int
@@ -62,7 +62,7 @@ def parse_job() -> Job:
 
 
 class FashionMNIST(Dataset):
-    """torchvision's FashionMNIST for files that are still gzipped: a PIL image through a transform each."""
+    """torchvision's FashionMNIST for gzipped files: each sample is a PIL image that goes through `transform`."""
 
     def __init__(self, folder: Path, transform: transforms.Compose) -> None:
         with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
@@ -87,7 +87,7 @@ def place(job: Job, local_rank: int) -> torch.device:
 
 
 def build_dataset(job: Job) -> FashionMNIST:
-    """Return the training set with the augmentation of conf/data/fashion_mnist.yaml."""
+    """Return the training set with the augmentation of the job."""
     return FashionMNIST(
         job.data,
         transforms.Compose(
@@ -102,7 +102,7 @@ def build_dataset(job: Job) -> FashionMNIST:
 
 
 def build_dataloader(job: Job, dataset: FashionMNIST, sampler: Sampler[int] | None = None) -> DataLoader:
-    """Return a loader of a rank's batches; without a `sampler` it shuffles and the framework shards it."""
+    """Return a loader of the batches of a rank; without `sampler` it shuffles, and the framework shards it."""
     return DataLoader(
         dataset,
         batch_size=job.batch_size,
@@ -116,7 +116,7 @@ def build_dataloader(job: Job, dataset: FashionMNIST, sampler: Sampler[int] | No
 
 
 def build_model(name: str) -> nn.Module:
-    """Return the same LeNet and ResNet-18 as ddp_trainer's, for 28×28 grey images of 10 classes."""
+    """Return the LeNet or ResNet-18 of ddp_trainer, for grey images of 28×28 pixels and 10 classes."""
     if name == "lenet":
         return nn.Sequential(
             nn.Conv2d(1, 20, kernel_size=3),
@@ -141,7 +141,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.SGD:
 
 
 class Clock:
-    """When the first step was done, and how long each window of steps took."""
+    """Measures the time until the first step ends, and the duration of each window of steps."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.steps, self.windows = job, 0, []
@@ -149,14 +149,14 @@ class Clock:
         self.began = time.perf_counter()
 
     def tick(self) -> bool:
-        """Count a step. Return whether this is a log point: the place to read the loss."""
+        """Count a step. Return whether this is a log point, at which the loss is read."""
         self.steps += 1
         if self.steps == 1:
             self.first_step_seconds = time.time() - self.job.launched
         return self.steps % self.job.window == 0
 
     def close_window(self) -> None:
-        """Note how long the window took, after the loss was read."""
+        """Record the duration of the window, after the loss was read."""
         now = time.perf_counter()
         self.windows.append(now - self.began)
         self.began = now

@@ -1,4 +1,4 @@
-"""Lightning, as its quick start has it, with its progress bar, logger and checkpoints off."""
+"""Lightning, as in its quick start, without progress bar, logger and checkpoints."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Timing(lightning.Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.clock.tick():
             outputs["loss"].item()
             self.clock.close_window()

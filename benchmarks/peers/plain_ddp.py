@@ -1,4 +1,4 @@
-"""DistributedDataParallel with a DataLoader, as PyTorch's tutorials have it.
+"""DistributedDataParallel with a DataLoader, as in the tutorials of PyTorch.
 
 Source: PyTorch tutorials, "Getting Started with Distributed Data Parallel" and "Multi GPU training with DDP".
 """

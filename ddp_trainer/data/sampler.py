@@ -1,4 +1,4 @@
-"""Who sees which sample: global batches that do not depend on how many ranks share them."""
+"""The order of samples: global batches that do not depend on the world size."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ddp_trainer.config import ConfigError
-from ddp_trainer.seeding import generator
+from ddp_trainer.distributed.seeding import generator
 
 
 class GlobalBatchSampler(DistributedSampler[int]):
@@ -20,9 +19,6 @@ class GlobalBatchSampler(DistributedSampler[int]):
     incomplete global batch of an epoch is dropped. Iterating starts at the cursor, `step`.
 
     As the sampler of a ``DataLoader`` give it ``batch_size=sampler.local_batch_size``.
-
-    Raises:
-        ConfigError: the global batch is smaller than the number of ranks or larger than the data set.
     """
 
     def __init__(
@@ -38,27 +34,18 @@ class GlobalBatchSampler(DistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
         self.length = len(dataset)  # type: ignore[arg-type]
         self.global_batch_size = global_batch_size
-        if global_batch_size < self.num_replicas:
-            raise ConfigError(
-                f"global_batch_size={global_batch_size} is smaller than the number of ranks, {self.num_replicas}: "
-                "each rank needs a sample, so raise it or start fewer ranks"
-            )
-        if global_batch_size > self.length:
-            raise ConfigError(
-                f"global_batch_size={global_batch_size} is larger than the training set of {self.length}: "
-                "lower it, or an epoch has no step"
-            )
+        assert self.num_replicas <= global_batch_size <= self.length
         self.step = 0
         self._order: tuple[int, Tensor] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of global batches in a whole epoch."""
+        """The number of global batches in a whole epoch."""
         return self.length // self.global_batch_size
 
     @property
     def local_batch_size(self) -> int:
-        """Number of samples of each global batch that go to this rank."""
+        """The number of samples of each global batch that this rank takes."""
         return len(range(self.rank, self.global_batch_size, self.num_replicas))
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
@@ -77,7 +64,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         return self._order[1]
 
     def positions(self, step: int) -> slice:
-        """Return which positions of the epoch's order are this rank's share of global batch `step`."""
+        """Return the positions, in the epoch's order, of this rank's share of global batch `step`."""
         start = step * self.global_batch_size
         return slice(start + self.rank, start + self.global_batch_size, self.num_replicas)
 

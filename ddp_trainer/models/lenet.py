@@ -1,18 +1,28 @@
-"""LeNet as the course notes have it: 20 and 50 channels, average pooling, 128 hidden units."""
+"""LeNet with 20 and 50 channels, average pooling and 128 hidden units."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from ddp_trainer.config import LeNetConfig, LeNetInit, require
+from ddp_trainer.config.errors import require
+from ddp_trainer.config.models import LeNetConfig, LeNetInit
+
+
+def build_lenet(config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """Return LeNet for images of ``image_shape = (channels, height, width)``.
+
+    Raises:
+        ConfigError: the images are too small.
+    """
+    return LeNet(config, image_shape=image_shape, num_classes=num_classes)
 
 
 class LeNet(nn.Sequential):
     """Two convolutions and two linear layers, for images of 8×8 pixels and more (those under 14 are padded).
 
     Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998; the layer sizes are
-    those of the notes' ``lenet(X, params)``.
+    those of Dive into Deep Learning, "Training on Multiple GPUs".
 
     Raises:
         ConfigError: the images are too small.
@@ -38,11 +48,11 @@ class LeNet(nn.Sequential):
             nn.ReLU(),
             nn.Linear(128, num_classes),
         )
-        if config.init is LeNetInit.notes:
-            self._init_as_in_the_notes()
+        if config.init is LeNetInit.d2l:
+            self._init_d2l()
 
     @torch.no_grad()
-    def _init_as_in_the_notes(self) -> None:
+    def _init_d2l(self) -> None:
         for layer in self:
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 layer.weight.normal_(std=0.01)

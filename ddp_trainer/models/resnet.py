@@ -5,15 +5,16 @@ from __future__ import annotations
 from torch import nn
 from torchvision.models import ResNet, resnet18
 
-from ddp_trainer.config import ResNet18Config, Stem
+from ddp_trainer.config.models import ResNet18Config, Stem
 
 
-def build_resnet18(config: ResNet18Config, *, in_channels: int, num_classes: int) -> ResNet:
+def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int) -> ResNet:
     """Return ResNet-18; the small stem keeps the resolution that images under 64 pixels need.
 
     Source: He et al., Deep Residual Learning for Image Recognition, 2015 (arXiv 1512.03385); the small stem is
-    the notes' modified ResNet-18.
+    that of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
     """
+    in_channels = image_shape[0]
     model = resnet18(num_classes=num_classes)
     match config.stem:
         case Stem.small:

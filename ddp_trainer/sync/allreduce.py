@@ -1,9 +1,9 @@
-"""Add the gradients up over ranks after backward: the simplest way that is right.
+"""All-reduce the gradients after backward: the simplest correct strategy.
 
 Teaches what DDP does for you: nothing overlaps here, so all of the communication is waited for. A parameter at a
 time pays the network's latency for each; one flat bucket pays it once, and a copy.
 
-Source: the notes' ``allreduce(data)``, over processes in place of devices.
+Source: Dive into Deep Learning, "Training on Multiple GPUs": ``allreduce(data)``, over processes in place of devices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_trainer.config import AllReduceConfig, Bucket
-from ddp_trainer.distributed import World
+from ddp_trainer.config.sync import AllReduceConfig, Bucket
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 

@@ -1,4 +1,4 @@
-"""The extension point: what a strategy is asked to do in a step."""
+"""`GradientSync`, the base class of all strategies: the methods that a training step calls."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch.optim import Optimizer
 
 
 class GradientSync:
-    """How replicas agree. The base is the one-process case: nothing to do."""
+    """Keeps the replicas of a model equal. The base class is the case of one process: its methods do nothing."""
 
     @property
-    def is_settled(self) -> bool:
-        """Say whether parameters are equal on every rank now; a run is saved and stopped only then."""
+    def is_synchronized(self) -> bool:
+        """Whether parameters are equal on every rank now; a run is saved only then."""
         return True
 
     @property
     def num_devices(self) -> int:
-        """The devices that this rank trains on; a CPU is one, however many replicas share it."""
+        """The number of devices that this rank trains on; a CPU is one, however many replicas share it."""
         return 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return what training calls in place of `model`; called once, before the optimizer is built."""
+        """Return the module that training calls in place of `model`. Called once."""
         return model
 
     def begin(self) -> None:
-        """Take note that the model is now what this launch begins with, new or restored."""
+        """Prepare for the first step of a launch; the model has its initial or restored parameters now."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward keeps gradients local: all microbatches but the last."""
+        """Return a context in which backward keeps gradients local: all accumulation steps but the last."""
         return nullcontext()
 
     def before_step(self) -> None:
-        """Leave in every ``.grad`` the mean over ranks."""
+        """Set every ``.grad`` to the mean over ranks. Collective: every rank must call this."""
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        """Return the 2-norm [] of all gradients of `model`, the same on every rank that is to clip or skip alike."""
+        """Return the 2-norm [] of all gradients of `model`, the same on every rank."""
         return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Leave the same parameters on every rank, or `is_settled` false."""
+        """Make parameters equal on every rank, or `is_synchronized` false. Collective: every rank must call this."""
 
-    def settle(self, optimizer: Optimizer) -> None:
-        """Leave the same parameters on every rank now. Collective: every rank must call this."""
+    def synchronize(self, optimizer: Optimizer) -> None:
+        """Make parameters equal on every rank now. Collective: every rank must call this."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer's ``state_dict()``. Collective: every rank must call this."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ddp_trainer.distributed import World
+from ddp_trainer.distributed.process_group import World
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -40,7 +40,7 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
     """
     own = flatten_buffers(model)
     if own.numel() and world.world_size > 1:
-        restore_buffers(model, world.sum(own.clone()) / world.world_size)
+        restore_buffers(model, world.all_reduce(own.clone()) / world.world_size)
     try:
         yield own
     finally:

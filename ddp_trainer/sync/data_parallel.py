@@ -3,7 +3,7 @@
 Teaches why torch's own documentation says to use DDP: the parameters are broadcast each step, one interpreter drives
 all GPUs, and the first gathers all logits and gradients.
 
-Source: the notes' concise version.
+Source: Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddp_trainer.config import ConfigError
-from ddp_trainer.distributed import World
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.sync import DataParallelConfig
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
 
 
 class DataParallelSync(GradientSync):
-    """Let ``nn.DataParallel`` scatter, replicate and gather; gradients arrive at the one model there is.
+    """Uses ``nn.DataParallel``, which accumulates the gradients in the original model.
 
     Raises:
         ConfigError: there is no GPU, which ``nn.DataParallel`` is for.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, config: DataParallelConfig, world: World) -> None:
         if world.device.type != "cuda":
             raise ConfigError(
                 "sync=data_parallel is for one process with GPUs and this one trains on the CPU: "

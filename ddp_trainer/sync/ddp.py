@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_trainer.config import CommHook, DDPConfig
-from ddp_trainer.distributed import World
+from ddp_trainer.config.sync import CommHook, DDPConfig
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
 
 # torch 2.14 renamed the flag and warns about the old name; 2.11 knows only that.
@@ -51,7 +51,7 @@ class DDPSync(GradientSync):
         return self.replica
 
     def register_hook(self, replica: DistributedDataParallel) -> None:
-        """Have gradients compressed on the way as the config says.
+        """Register the communication hook that the config chooses.
 
         Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727).
         """

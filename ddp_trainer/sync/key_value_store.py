@@ -1,9 +1,9 @@
 """A key–value store over the ranks of a process group: push adds up at a key's owner, pull copies from it.
 
-Teaches that the pattern ``push(key, gradient); pull(key)`` hides who talks to whom: the caller names no rank.
+Teaches that the pattern ``push(key, gradient); pull(key)`` hides which ranks communicate: the caller names no rank.
 
-Source: the notes' key–value store; Li et al., Scaling Distributed Machine Learning with the Parameter Server, 2014
-(OSDI).
+Source: Dive into Deep Learning, "Parameter Servers", key–value stores; Li et al., Scaling Distributed Machine
+Learning with the Parameter Server, 2014 (OSDI).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_trainer.distributed import World
+from ddp_trainer.distributed.process_group import World
 
 
 class KeyValueStore:
@@ -33,7 +33,7 @@ class KeyValueStore:
                 dist.broadcast(value.detach(), src=0)
 
     def owned(self, key: str) -> bool:
-        """Say whether this rank is the owner of `key`."""
+        """Return whether this rank owns `key`."""
         return self.owner[key] == self.world.rank
 
     def push(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class KeyValueStore:
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """Return room for a `tensor` to be received in: of its shape, without its memory format."""
+    """Return an empty contiguous tensor of the shape of `tensor`, as a receive buffer."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -77,7 +77,7 @@ def finish(operations: list[dist.P2POp]) -> None:
 
 
 def total(parts: dict[int, Tensor], *, like: Tensor) -> Tensor:
-    """Return the sum of `parts` in the order of their ranks, whoever adds them up, in the memory format of `like`."""
+    """Return the sum of `parts` in rank order, whichever rank adds them, in the memory format of `like`."""
     result = torch.zeros_like(like)
     for rank in sorted(parts):
         result += parts[rank]

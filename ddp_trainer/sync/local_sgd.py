@@ -1,6 +1,6 @@
-"""Train apart, average now and then: every rank takes its own steps, and every H of them parameters are averaged.
+"""Local SGD: each rank takes its own optimizer steps, and parameters are averaged every H steps.
 
-Teaches that communication can be made rarer instead of cheaper. With H = 1 and an optimizer that is linear in the
+Teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer that is linear in the
 gradient (SGD, momentum) it is ordinary data parallelism; with more, ranks drift apart in between.
 The optimizer's state is averaged too, so that after it all ranks are the same again and can be saved.
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_trainer.config import LocalSGDConfig
-from ddp_trainer.distributed import World
+from ddp_trainer.config.sync import LocalSGDConfig
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
@@ -29,7 +29,7 @@ class LocalSGDSync(GradientSync):
         self.steps_apart = 0
 
     @property
-    def is_settled(self) -> bool:
+    def is_synchronized(self) -> bool:
         return self.steps_apart == 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -39,11 +39,11 @@ class LocalSGDSync(GradientSync):
     def after_step(self, optimizer: Optimizer) -> None:
         self.steps_apart += 1
         if self.steps_apart == self.config.every_steps:
-            self.settle(optimizer)
+            self.synchronize(optimizer)
 
-    def settle(self, optimizer: Optimizer) -> None:
-        if self.world.world_size > 1 and not self.is_settled:
-            state = [v for p in self.parameters for v in optimizer.state[p].values() if torch.is_tensor(v)]
+    def synchronize(self, optimizer: Optimizer) -> None:
+        if self.world.world_size > 1 and not self.is_synchronized:
+            state = [v for p in self.parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
             tensors = [*(p.detach() for p in self.parameters), *state]
             flat = flatten(tensors)
             dist.all_reduce(flat)

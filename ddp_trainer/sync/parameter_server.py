@@ -3,7 +3,7 @@
 Teaches what a server costs: with one of them 2·(W − 1)·m pass through a single network card, first all in, then all
 out. With as many servers as ranks it is a reduce-scatter and an all-gather again.
 
-Source: the notes' parameter server and key–value store; Li et al., Scaling Distributed Machine Learning with the
+Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine Learning with the
 Parameter Server, 2014 (OSDI).
 """
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_trainer.config import ParameterServerConfig
-from ddp_trainer.distributed import World
+from ddp_trainer.config.sync import ParameterServerConfig
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.key_value_store import KeyValueStore
 
@@ -42,19 +42,19 @@ class ParameterServerSync(GradientSync):
     def gradient_norm(self, model: nn.Module) -> Tensor:
         mine = [p.grad for p in model.parameters() if p.grad is not None]  # none on a rank that owns nothing
         norm = nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=self.world.device)
-        return self.world.sum(norm.square()).sqrt()
+        return self.world.all_reduce(norm.square()).sqrt()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.store.pull({key: p.detach() for key, p in self.parameters.items()})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Gather every key's state from its owner: whoever restores it may have other owners."""
+        """Return every key's state from its owner, because the run may be resumed with other owners."""
         whole, keys = optimizer.state_dict(), {parameter: key for key, parameter in self.parameters.items()}
         ordered = [keys[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         mine = {index: whole["state"].get(index, {}) for index, key in enumerate(ordered) if self.store.owned(key)}
         shapes = {i: {name: [str(v.dtype), *v.shape] for name, v in entry.items()} for i, entry in mine.items()}
         whole["state"] = {}
-        for rank, described in enumerate(self.world.gather(shapes)):
+        for rank, described in enumerate(self.world.all_gather_object(shapes)):
             for index, entry in described.items():
                 for name, (dtype, *shape) in entry.items():
                     empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))

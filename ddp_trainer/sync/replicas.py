@@ -4,7 +4,8 @@ Teaches what every other strategy does: the parameters are copied, the batch is 
 gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python
 interpreter is shared, and the first device holds all logits: the reasons to use DDP instead.
 
-Source: the notes' ``get_params``, ``split_batch``, ``allreduce`` and ``train_batch``.
+Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``, ``allreduce`` and
+``train_batch``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_trainer.config.errors import require
+from ddp_trainer.config.sync import ReplicasConfig
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
 
 
@@ -56,8 +60,8 @@ class Replicas(nn.Module):
 class ReplicasSync(GradientSync):
     """Add up the gradients of the replicas of this process."""
 
-    def __init__(self, devices: list[torch.device]) -> None:
-        self.devices = devices
+    def __init__(self, config: ReplicasConfig, world: World) -> None:
+        self.devices = replica_devices(config.devices, world.device)
         self.replicas: list[nn.Module] = []
 
     @property
@@ -89,3 +93,24 @@ class ReplicasSync(GradientSync):
         for other in others:
             for mine, new in zip(other.parameters(), first.parameters(), strict=True):
                 mine.copy_(new, non_blocking=True)
+
+
+def replica_devices(names: list[str], device: torch.device) -> list[torch.device]:
+    """Return the devices of the replicas, the first of which is `device`, where the model is.
+
+    Raises:
+        ConfigError: one of them does not exist, or the first is not `device`.
+    """
+    devices = [torch.device(name) for name in names]
+    gpus = torch.cuda.device_count()
+    for replica in devices:
+        require(
+            replica.type == "cpu" or (replica.index is not None and replica.index < gpus),
+            f"sync.devices={names}: {replica} is not one of the {gpus} GPUs here",
+        )
+    require(
+        devices[0] == device,
+        f"sync.devices={names} must begin with the device that the run trains on, {device}: "
+        f"set device={'cpu' if devices[0].type == 'cpu' else 'cuda'}, or change the list",
+    )
+    return devices

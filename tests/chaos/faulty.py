@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_trainer import checkpoint
 from ddp_trainer.__main__ import main
-from ddp_trainer.trainer import Trainer
+from ddp_trainer.checkpoint import store as checkpoint
+from ddp_trainer.training.step import TrainStep
+from ddp_trainer.training.trainer import Trainer
 
 WHAT, RANK, WHERE = os.environ["FAULT"].split(":")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
-take_step = Trainer.train_step
+take_step = TrainStep.__call__
 
 
-def faulty_step(self: Trainer, images: Tensor, labels: Tensor) -> Tensor:
-    if self.world.rank == int(RANK) and str(self.step) == WHERE:
+def faulty_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
+    if self.world.rank == int(RANK) and str(self.count) == WHERE:
         match WHAT:
             case "raise":
                 raise RuntimeError("boom in the worker")
@@ -52,11 +53,11 @@ def signalled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 match WHERE:
     case "start":
-        Trainer.warm_up = signalled(Trainer.warm_up)
+        Trainer.prime = signalled(Trainer.prime)
     case "evaluation":
         Trainer.evaluate = signalled(Trainer.evaluate)
     case "save":
         checkpoint.write_file = signalled(checkpoint.write_file)
     case _:
-        Trainer.train_step = faulty_step
+        TrainStep.__call__ = faulty_step
 main()

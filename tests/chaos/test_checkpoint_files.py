@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import TINY, launch, read_summary, records
 
-from ddp_trainer.checkpoint import DamagedCheckpointError, parse, read_bytes, write_file
+from ddp_trainer.checkpoint.store import DamagedCheckpointError, parse, read_bytes, write_file
 
 KILLS = 200
 FLIPS = 200
@@ -38,7 +38,7 @@ def write_for_ever(folder: Path) -> None:
 
 def test_kills_while_checkpoints_are_written(tmp_path: Path, tally: list) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_trainer.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
+    context.set_forkserver_preload(["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
     chance, unreadable, reached = random.Random(0), 0, []
     for _ in range(KILLS):
         before = max(reached, default=0)
@@ -108,8 +108,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_loads(tmp_pa
     os.truncate(newest, newest.stat().st_size - 100)
     done = launch(*overrides)
     assert done.code == 0, done.output
-    assert f"checkpoint {newest} has no checksum at its end" in done.output
-    assert "resuming from" in done.output
+    assert f"checkpoint {newest} does not end with a checksum" in done.output
+    assert "resumed from" in done.output
     assert read_summary(tmp_path / "run")["steps"] == 16
 
 
@@ -133,7 +133,7 @@ def test_a_full_disk_costs_no_training(small_disk: Path, tally: list) -> None:
     done = launch(*overrides, f"output_dir={small_disk}", "name=run", ranks=2)
     assert done.code == 0, done.output
     assert "was not written" in done.output
-    assert "training goes on" in done.output
+    assert "training continues" in done.output
     assert read_summary(run_dir)["epochs"] == 4
     assert len(records(run_dir, "eval/top1")) == 4
     tally.append(("full disk at every save", done.output.count("was not written"), "0 steps"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, clean_environment
 
-from ddp_trainer.verify import CHECKS
+from ddp_trainer.commands.verify import CHECKS
 
 LONG = (
     *TINY,

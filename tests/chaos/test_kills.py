@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from conftest import (
     TINY,
-    TORCHRUN,
     assert_bitwise,
     clean_environment,
     newest_checkpoint,
     records,
     start_ranks,
+    torchrun,
     train_on,
 )
 
-from ddp_trainer.verify import CHECKS
+from ddp_trainer.commands.verify import CHECKS
 
 KILLS = 15
-LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.crop_padding=2")
+LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.random_crop_padding=2")
 
 
 def trained_state(run_dir: Path) -> dict:
@@ -41,7 +41,7 @@ def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
     assert_bitwise(trained_state(folder / "alone"), trained_state(run_dir))
     assert [problem for check in CHECKS for problem in check(run_dir)] == []
     ledgers = [
-        [record["ledger/digest"] for record in records(run, "ledger/digest")] for run in (run_dir, folder / "alone")
+        [record["samples/digest"] for record in records(run, "samples/digest")] for run in (run_dir, folder / "alone")
     ]
     assert ledgers[0] == ledgers[1]
 
@@ -61,7 +61,7 @@ def newest(run_dir: Path) -> str:
 @pytest.mark.timeout(600)
 def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tmp_path: Path, tally: list) -> None:
     run_dir, chance = tmp_path / "run", random.Random(ranks)
-    command = [*TORCHRUN, f"--nproc_per_node={ranks}", f"--max-restarts={KILLS}", "-m", "ddp_trainer", *LONG]
+    command = [*torchrun(ranks, f"--max-restarts={KILLS}"), "-m", "ddp_trainer", *LONG]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen(
             [*command, f"output_dir={tmp_path}", "name=run"],

@@ -1,23 +1,24 @@
-"""Law 6: one rank's failure ends all of them soon, and its cause is told once."""
+"""Guarantee 6: the failure of one rank ends all ranks soon, and its root cause is reported once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import (
     TINY,
-    TORCHRUN,
     Finished,
     assert_bitwise,
     clean_environment,
     newest_checkpoint,
     run_command,
     succeed,
+    torchrun,
     train_on,
 )
 
@@ -25,7 +26,7 @@ FAULTY = str(Path(__file__).with_name("faulty.py"))
 
 
 def launch_faulty(fault: str, tmp_path: Path, *overrides: str, ranks: int = 2, deadline: float = 60) -> Finished:
-    command = [*TORCHRUN, f"--nproc_per_node={ranks}", FAULTY, *TINY, f"output_dir={tmp_path}", "name=run"]
+    command = [*torchrun(ranks), FAULTY, *TINY, f"output_dir={tmp_path}", "name=run"]
     return run_command([*command, "checkpoint.every_steps=2", *overrides], deadline=deadline, FAULT=fault)
 
 
@@ -37,7 +38,7 @@ def last_block(output: str) -> list[str]:
     return lines[first:]
 
 
-def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path, tally: list) -> None:
+def test_an_exception_ends_the_job_and_is_reported_once(tmp_path: Path, tally: list) -> None:
     done = launch_faulty("raise:1:5", tmp_path, ranks=3)
     assert time.time() - (tmp_path / "run/failure.log").stat().st_mtime < 15
     assert done.code == 1
@@ -48,9 +49,9 @@ def test_an_exception_ends_the_job_and_is_told_once(tmp_path: Path, tally: list)
     assert "rank 1 on" in text
     assert "forward/backward" in text or "data after step 5" in text
     assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step-0000000'}" in text
-    assert "to go on: torchrun --nproc_per_node=3 -m ddp_trainer model=lenet" in text
+    assert "to continue: torchrun --nproc_per_node=3 -m ddp_trainer model=lenet" in text
     assert "boom in the worker" in (tmp_path / "run/failure.log").read_text()
-    tally.append(("an exception in one rank of three", 1, "told once, job over"))
+    tally.append(("an exception in one rank of three", 1, "reported once, job over"))
 
 
 def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path, tally: list) -> None:
@@ -63,7 +64,7 @@ def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path, tall
     assert "rank 1 on" in text
     assert "was lost, last seen in" in text
     assert f"last good checkpoint: the newest in {tmp_path / 'run/checkpoints'}" in text
-    assert "to go on: torchrun --nproc_per_node=2 -m ddp_trainer model=lenet" in text
+    assert "to continue: torchrun --nproc_per_node=2 -m ddp_trainer model=lenet" in text
     succeed(*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", ranks=2)
     tally.append(("SIGKILL of a rank", 1, "job over, resumed"))
 
@@ -86,8 +87,8 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path:
     tally.append(("a NaN in one rank", 1, "last good checkpoint kept"))
 
 
-@pytest.mark.parametrize("step", [0, 5])  # before the first update momentum is unset memory, if it is not seen to
-@pytest.mark.parametrize("model", ["lenet", "resnet18"])  # BatchNorm's statistics see what is not finite too
+@pytest.mark.parametrize("step", [0, 5])  # before the first update momentum is uninitialized memory unless it is set
+@pytest.mark.parametrize("model", ["lenet", "resnet18"])  # BatchNorm's statistics are affected too
 def test_updates_that_are_not_finite_can_be_skipped(step: int, model: str, tmp_path: Path) -> None:
     done = launch_faulty(f"nan:1:{step}", tmp_path, "on_nonfinite=skip", f"model={model}", "deterministic=true")
     assert done.code == 0, done.output
@@ -103,7 +104,7 @@ def test_a_flipped_bit_in_one_replica_is_found_at_the_next_save(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("where", ["start", "5", "evaluation", "save"])
-def test_a_term_signal_stops_softly_and_the_same_command_goes_on(where: str, tmp_path: Path, tally: list) -> None:
+def test_a_term_signal_stops_gracefully_and_the_same_command_resumes(where: str, tmp_path: Path, tally: list) -> None:
     done = launch_faulty(f"terminate:{0 if where == 'save' else 1}:{where}", tmp_path, "epochs=200")
     assert done.code == 0, done.output
     assert "stopped at step" in done.output
@@ -119,7 +120,7 @@ def test_a_term_signal_stops_softly_and_the_same_command_goes_on(where: str, tmp
     tally.append((f"SIGTERM in {where if where != '5' else 'training'}", 1, "0: bitwise equal when resumed"))
 
 
-def test_a_stop_file_stops_softly(tmp_path: Path) -> None:
+def test_a_stop_file_stops_gracefully(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     done = succeed(
         *TINY, f"output_dir={tmp_path}", "name=run", "epochs=200", ranks=2, DDP_TRAINER_STOP_FILE=str(tmp_path / "stop")
@@ -129,7 +130,7 @@ def test_a_stop_file_stops_softly(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, tally: list) -> None:
-    command = [*TORCHRUN, "--nproc_per_node=2", "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}"]
+    command = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}"]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen(
             [*command, "name=run"], env=clean_environment(), stdout=log, stderr=log, start_new_session=True
@@ -153,12 +154,12 @@ def is_alive(pid: int) -> bool:
 def wait_for(condition, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.1)
 
 
 def test_two_interrupts_at_once_stop_now(tmp_path: Path) -> None:
-    command = [*TORCHRUN[:1], "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    command = [sys.executable, "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
     process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
     os.kill(process.pid, signal.SIGINT)
@@ -168,7 +169,7 @@ def test_two_interrupts_at_once_stop_now(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["os", "subprocess"])
 def test_nothing_in_a_checkpoint_runs(module: str, tmp_path: Path) -> None:
-    from ddp_trainer.checkpoint import DamagedCheckpointError, parse, read_bytes, write_file
+    from ddp_trainer.checkpoint.file import DamagedCheckpointError, parse, read_bytes, write_file
 
     class Evil:
         def __reduce__(self):

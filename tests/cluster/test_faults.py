@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not can_make_hosts(), reason=NEEDS)
 
 SCRIPT = str(ROOT / "launch" / "multinode.sh")
 SECONDS = 30
-"""Until the sentence, of which nodes wait for each other:"""
+"""How long it may take until a node has ended with its error, of which the nodes wait this long for each other:"""
 JOIN_SECONDS = 15
 
 
@@ -30,7 +30,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 @dataclass(frozen=True)
-class Told:
+class Ended:
     """How multinode.sh ended on a host."""
 
     code: int
@@ -39,9 +39,8 @@ class Told:
 
     @property
     def error(self) -> str:
-        """Its one error; of a start that another host has called off, what is said of that."""
-        lines = self.output.splitlines()
-        [line] = [line for line in lines if line.startswith("error: ") or "called off by the head" in line]
+        """Its one error."""
+        [line] = [line for line in self.output.splitlines() if line.startswith("error: ")]
         return line
 
 
@@ -68,23 +67,24 @@ class Launch:
             process = self.hosts.start(number, command, self.folder / f"node{number}.log", **(own | variables))
             self.nodes[number] = process, time.monotonic()
 
-    def end(self) -> dict[int, Told]:
-        """Return how the nodes ended; by then, the time that they had is over."""
-        told: dict[int, Told] = {}
-        while len(told) < len(self.nodes):
+    def end(self, code: int, *others: int) -> dict[int, Ended]:
+        """Return how the nodes ended, in time and with exit code `code`, or each with its own."""
+        ended: dict[int, Ended] = {}
+        while len(ended) < len(self.nodes):
             for number, (process, began) in self.nodes.items():
                 seconds = time.monotonic() - began
                 output = (self.folder / f"node{number}.log").read_text()
                 assert seconds < 2 * SECONDS, f"node {number} is still silent: {output}"
-                if number not in told and process.poll() is not None:
-                    told[number] = Told(process.returncode, seconds, (self.folder / f"node{number}.log").read_text())
+                if number not in ended and process.poll() is not None:
+                    ended[number] = Ended(process.returncode, seconds, (self.folder / f"node{number}.log").read_text())
             time.sleep(0.05)
-        for number, node in told.items():
+        for number, node in ended.items():
             print(f"node {number}: exit {node.code} after {node.seconds:.1f} s: {node.output}")
-            assert node.code == 2, node.output
+        for number, node in ended.items():
+            assert node.code == ([code, *others] if others else [code] * 4)[number], node.output
             assert node.seconds < SECONDS
             assert "Traceback" not in node.output
-        return told
+        return ended
 
 
 @pytest.fixture
@@ -94,24 +94,25 @@ def launch(hosts: Hosts, tmp_path: Path) -> Launch:
 
 def test_the_heads_name_does_not_resolve(launch: Launch) -> None:
     launch.start(1, HEAD="nowhere")
-    assert "head 'nowhere' does not resolve on this host" in launch.end()[1].error
+    assert "head 'nowhere' does not resolve on this host" in launch.end(1)[1].error
 
 
 def test_the_heads_name_resolves_to_a_loopback_address(launch: Launch) -> None:
     launch.hosts.know(0, {"node0": "127.0.1.1"})
     launch.start(0, 1)
-    told = launch.end()
-    assert "head 'node0' resolves to 127.0.1.1 on this host" in told[0].error
-    assert "HEAD=10.83.0.1 if it is this host" in told[0].error
-    assert "nothing listened at 10.83.0.1:29400" in told[1].error
+    ended = launch.end(2, 1)
+    assert "head 'node0' resolves to 127.0.1.1 on this host" in ended[0].error
+    assert "nothing listened at 10.83.0.1:29400" in ended[1].error
 
 
-def test_a_firewall_drops_what_goes_to_the_port(launch: Launch) -> None:
-    launch.hosts.on(0, "iptables -A INPUT -p tcp --dport 29400 -j DROP")
+@pytest.mark.parametrize("interface", ["", "-i eth0"])
+def test_a_firewall_drops_what_goes_to_the_port(launch: Launch, interface: str) -> None:
+    launch.hosts.on(0, f"iptables -A INPUT {interface} -p tcp --dport 29400 -j DROP")
     launch.start(0, 1)
-    told = launch.end()
-    assert "10.83.0.1:29400 does not answer, packets are dropped" in told[1].error
-    assert "1 of 2 nodes came within 15 s, missing: node 1" in told[0].error
+    ended = launch.end(1)
+    assert "10.83.0.1:29400 does not answer, packets are dropped" in ended[1].error
+    assert interface or "the store at 10.83.0.1:29400 does not answer this host itself" in ended[0].error
+    assert not interface or "1 of 2 nodes came within 15 s, missing: node 1" in ended[0].error
 
 
 @pytest.mark.parametrize("closed", [0, 1])
@@ -119,22 +120,22 @@ def test_a_firewall_knows_only_the_port_of_the_rendezvous(launch: Launch, closed
     """gloo and NCCL would hang at the ports that the system picks for them."""
     launch.hosts.on(closed, "iptables -A INPUT -p tcp --syn ! --dport 29400 -j DROP")
     launch.start(0, 1)
-    told = launch.end()
+    ended = launch.end(1)
     which = "it cannot reach the head at 10.83.0.1:" if closed == 0 else "the head cannot reach it at 10.83.0.2:"
-    assert f"error: node 1 (10.83.0.2): {which}" in told[0].error
-    assert "called off by the head" in told[1].error
+    assert f"error: node 1 (10.83.0.2): {which}" in ended[0].error
+    assert which in ended[1].error
 
 
 def test_there_is_no_route_to_the_head(launch: Launch) -> None:
     launch.hosts.on(1, "ip route add blackhole 10.83.0.1/32")
     launch.start(1)
-    assert "no route to the head's address 10.83.0.1" in launch.end()[1].error
+    assert "no route to the head's address 10.83.0.1" in launch.end(1)[1].error
 
 
 def test_the_head_is_down(launch: Launch) -> None:
     launch.hosts.cut(0)
     launch.start(1)
-    assert "10.83.0.1:29400 cannot be reached (No route to host)" in launch.end()[1].error
+    assert "10.83.0.1:29400 cannot be reached (No route to host)" in launch.end(1)[1].error
 
 
 def test_another_program_has_the_port(launch: Launch) -> None:
@@ -142,9 +143,8 @@ def test_another_program_has_the_port(launch: Launch) -> None:
     launch.hosts.start(0, server, launch.folder / "server.txt")
     wait_for_listener(launch.hosts, 0)
     launch.start(0, 1)
-    told = launch.end()
-    assert "port 29400 is taken on the head by another program" in told[0].error
-    assert "10.83.0.1:29400 on the head is taken by another program" in told[1].error
+    for node in launch.end(1).values():
+        assert "port 29400 is taken on the head 10.83.0.1 by another program" in node.error
 
 
 def test_another_jobs_rendezvous_has_the_port(launch: Launch) -> None:
@@ -156,9 +156,8 @@ def test_another_jobs_rendezvous_has_the_port(launch: Launch) -> None:
     launch.hosts.start(0, [sys.executable, "-c", store], launch.folder / "store.txt")
     wait_for_listener(launch.hosts, 0)
     launch.start(0, 1)
-    told = launch.end()
-    assert "port 29400 is taken on the head by the rendezvous of another torchrun" in told[0].error
-    assert "10.83.0.1:29400 on the head is taken by the rendezvous of another job" in told[1].error
+    for node in launch.end(1).values():
+        assert "port 29400 is taken on the head 10.83.0.1 by the rendezvous of another job" in node.error
 
 
 def wait_for_listener(hosts: Hosts, number: int) -> None:
@@ -172,22 +171,22 @@ def wait_for_listener(hosts: Hosts, number: int) -> None:
 def test_a_node_is_missing(hosts: Hosts, tmp_path: Path) -> None:
     launch = Launch(hosts, tmp_path, nnodes=4)
     launch.start(0, 1, 3)
-    told = launch.end()
-    assert "error: 3 of 4 nodes came within 15 s, missing: node 2" in told[0].error
+    ended = launch.end(1)
+    assert "error: 3 of 4 nodes came within 15 s, missing: node 2" in ended[0].error
     for number in (1, 3):
-        assert f"node {number}: called off by the head: 3 of 4 nodes came" in told[number].error
+        assert f"node {number}: stopped by the head: 3 of 4 nodes came" in ended[number].error
 
 
 def test_two_nodes_have_the_same_rank(hosts: Hosts, tmp_path: Path) -> None:
     launch = Launch(hosts, tmp_path, nnodes=4)
     launch.start(0, 1, 2)
     launch.start(3, NODE_RANK="2")
-    assert "error: node rank 2 was given to 10.83.0." in launch.end()[0].error
+    assert "error: node rank 2 was given to 10.83.0." in launch.end(2)[0].error
 
 
 def test_two_nodes_are_the_head(launch: Launch) -> None:
     launch.start(1, NODE_RANK="0")
-    assert "node0 (10.83.0.1) is none of this host's addresses (127.0.0.1, 10.83.0.2)" in launch.end()[1].error
+    assert "10.83.0.1 is not an address of this host (10.83.0.2)" in launch.end(2)[1].error
 
 
 def test_a_node_has_another_torch(launch: Launch) -> None:
@@ -196,7 +195,7 @@ def test_a_node_has_another_torch(launch: Launch) -> None:
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.1\n")
     launch.start(0)
     launch.start(1, PYTHONPATH=f"{other.parent}:{ROOT}")
-    assert "error: node 1 (10.83.0.2) has torch 1.13.1 and the head has 2." in launch.end()[0].error
+    assert "error: node 1 (10.83.0.2): torch is 1.13.1 here and 2." in launch.end(2)[0].error
 
 
 def test_a_node_has_another_ddp_trainer(launch: Launch) -> None:
@@ -207,24 +206,33 @@ def test_a_node_has_another_ddp_trainer(launch: Launch) -> None:
         file.write('__version__ = "99.0"\n')
     launch.start(0)
     launch.start(1, PYTHONPATH=str(other))
-    assert "error: node 1 (10.83.0.2) has ddp_trainer 99.0 and the head has" in launch.end()[0].error
+    assert "error: node 1 (10.83.0.2): ddp_trainer is 99.0 here and " in launch.end(2)[0].error
 
 
 def test_a_nodes_clock_is_late(launch: Launch) -> None:
     launch.start(0)
     launch.start(1, prefix=("faketime", "-f", "-40s"))
-    assert "error: the clock of node 1 (10.83.0.2) is 40 s behind the head's" in launch.end()[0].error
+    assert "error: node 1 (10.83.0.2): its clock is 40 s behind the head's" in launch.end(1)[0].error
 
 
-def test_a_node_has_another_config(launch: Launch) -> None:
-    launch.start(0)
-    launch.start(1, overrides=("seed=1",))
-    assert "error: node 1 (10.83.0.2) was started with another config (seed: 0 → 1)" in launch.end()[0].error
+@pytest.mark.parametrize("secret", ["", "shared"])
+def test_a_node_has_another_config(launch: Launch, secret: str) -> None:
+    launch.start(0, DDP_TRAINER_JOB_SECRET=secret)
+    launch.start(1, DDP_TRAINER_JOB_SECRET=secret, overrides=("seed=1",))
+    ended = launch.end(*(2, 2) if secret else (1, 2))
+    error = "error: node 1 (10.83.0.2): other settings than on the head (seed): use the same on all nodes"
+    assert ended[1].error == error
+    if secret:
+        assert ended[0].error == error
+    else:  # a node without the key cannot be told from another program
+        assert "1 of 2 nodes came within 15 s, missing: node 1; 10.83.0.2 came as node 1 with" in ended[0].error
 
 
 def test_nccl_is_asked_for_without_a_gpu(launch: Launch) -> None:
     launch.start(0, 1, overrides=("backend=nccl",))
-    assert "error: node 0 (10.83.0.1): backend=nccl needs a GPU and this node has none" in launch.end()[0].error
+    assert (
+        "error: node 0 (10.83.0.1): backend in the config needs a GPU and this node has none" in launch.end(2)[0].error
+    )
 
 
 def test_shared_memory_is_too_small_for_nccl(launch: Launch) -> None:
@@ -236,12 +244,12 @@ def test_shared_memory_is_too_small_for_nccl(launch: Launch) -> None:
     )
     launch.start(0)
     launch.start(1, prefix=("unshare", "--mount", "sh", "-c", small))
-    error = launch.end()[0].error
+    error = launch.end(2)[0].error
     assert "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL wants 512 between 2 GPUs" in error
 
 
 def test_a_bad_config_is_one_error_and_nothing_starts(launch: Launch) -> None:
     launch.start(0, overrides=("optimiser=sgd",))
-    told = launch.end()[0]
-    assert told.output.count("\n") == 1
-    assert told.output.startswith("error: ")
+    ended = launch.end(2)[0]
+    assert ended.output.count("\n") == 1
+    assert ended.output.startswith("error: ")

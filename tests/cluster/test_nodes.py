@@ -1,9 +1,10 @@
-"""launch/multinode.sh on four hosts: by hand on each, over ssh, stopped softly, and with a host that dies."""
+"""launch/multinode.sh on four hosts: by hand on each, over ssh, stopped gracefully, and with a host that dies."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from conftest import TINY, read_summary
 
 from cluster.namespaces import NEEDS, ROOT, Hosts, can_make_hosts
-from ddp_trainer.verify import CHECKS
+from ddp_trainer.commands.verify import CHECKS
 
 pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason=NEEDS), pytest.mark.timeout(600)]
 
@@ -90,21 +91,39 @@ def test_four_hosts_train_to_the_end(hosts: Hosts, tmp_path: Path) -> None:
     assert "node 1 of 4: 10.83.0.2 on eth0, head 10.83.0.1:29400" in job.log(1).read_text()
 
 
-def test_one_command_runs_on_all_hosts_and_keeps_its_arguments(hosts: Hosts, tmp_path: Path) -> None:
+PYTHON = """#!/bin/sh
+case "$*" in *node-check*)
+    echo "$DDP_TRAINER_JOB_SECRET" >>{folder}/secrets
+    cat /proc/[0-9]*/cmdline >>{folder}/commands
+esac
+exec {python} "$@"
+"""
+"""Records the secret of each node check, and the command lines that ps would show at that moment."""
+
+
+def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(hosts: Hosts, tmp_path: Path) -> None:
+    (python := tmp_path / "python").write_text(PYTHON.format(folder=tmp_path, python=sys.executable))
+    python.chmod(0o755)
     hostile = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nsecond line"
     quoted = hostile.replace('"', '\\"')
     done = subprocess.run(
         [*hosts.words(0), SCRIPT, *TINY, f'output_dir="{tmp_path}/{quoted}"', "name=run"],
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT), "HOSTS": "node0 node1 node2 node3",
-             "NPROC": "1", "JOIN_SECONDS": "60", "SSH": str(hosts.ssh(tmp_path))},
+             "NPROC": "1", "JOIN_SECONDS": "60", "SSH": str(hosts.ssh(tmp_path)), "PYTHON": str(python)},
         cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_summary(tmp_path / hostile / "run")["world_size"] == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["ssh", hostile])
+    assert {path.name for path in tmp_path.iterdir()} == {"ssh", "python", "secrets", "commands", hostile}
+    [secret] = set(secrets := (tmp_path / "secrets").read_text().split())
+    assert len(secrets) == 4
+    assert len(secret) == 32
+    commands = (tmp_path / "commands").read_text(errors="replace")
+    assert "multinode.sh" in commands
+    assert secret not in commands
 
 
-def test_a_signal_on_one_host_stops_all_softly(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_signal_on_one_host_stops_all_gracefully(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, *LONG)
     job.progress()
     job.nodes[2].send_signal(signal.SIGTERM)
@@ -118,7 +137,7 @@ def test_a_signal_on_one_host_stops_all_softly(hosts: Hosts, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_the_end_of_the_launching_script_stops_all_hosts_softly(
+def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
     end: signal.Signals, hosts: Hosts, tmp_path: Path
 ) -> None:
     launcher = hosts.start(
@@ -162,5 +181,7 @@ def test_the_doctor_examines_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks on 2 nodes, gloo on cpu, over eth0 on each of 2 nodes to 10.83.0.1" in done.stdout
+    output = " ".join(done.stdout.split())
+    assert " eth0 ✓" in output
+    assert "✓ process group 2 ranks on 2 nodes, gloo on cpu ✓" in output
     assert done.stdout.endswith("ready: 2 ranks can train here\n")

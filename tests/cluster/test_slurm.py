@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, train_on
 
 from cluster.slurm import SlurmCluster, until
-from ddp_trainer.verify import CHECKS
+from ddp_trainer.commands.verify import CHECKS
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch")
 SHORT = (*TINY, "num_threads=1")
@@ -33,7 +34,7 @@ class Jobs:
         self.submitted: list[int] = []
 
     def submit(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **extra: str) -> int:
-        words = (*options, SCRIPT, *overrides, f"output_dir={self.folder}")
+        words = (*options, SCRIPT, f"output_dir={self.folder}", *overrides)
         environment = {"DDP_TRAINER_PYTHON": sys.executable} | extra
         self.submitted.append(self.slurm.submit(*words, cwd=self.folder, **environment))
         return self.submitted[-1]
@@ -117,11 +118,11 @@ def test_ranks_follow_from_what_the_job_asked_for(jobs: Jobs) -> None:
 
 
 def test_hostile_arguments_reach_hydra_unchanged(jobs: Jobs) -> None:
-    name = 'it\'s $(touch owned) `id` "q" * ~ \\t; & #\n-- end'
-    quoted = name.replace("'", "\\'")
-    jobs.finish(jobs.submit(*SHORT, f"name='{quoted}'", options=("--nodes=1",)))
-    assert [path.name for path in jobs.folder.iterdir()] == [name]
-    assert read_summary(jobs.folder / name)["world_size"] == 1
+    folder = jobs.folder / 'it\'s: $(touch owned) `id` "q" * ~ \\t; & #\n-- end'
+    quoted = str(folder).replace("'", "\\'")
+    jobs.finish(jobs.submit(*SHORT, f"output_dir='{quoted}'", "name=run", options=("--nodes=1",)))
+    assert [path.name for path in jobs.folder.iterdir()] == [folder.name]
+    assert read_summary(folder / "run")["world_size"] == 1
 
 
 def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) -> None:
@@ -135,7 +136,7 @@ def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) ->
     jobs.finish(array)
     restarts = {record["ArrayTaskId"]: record["Restarts"] for record in jobs.slurm.show(array)}
     assert restarts == {"0": "0", "1": "0", "2": "0", "3": "1"}
-    runs = sorted((jobs.folder / "sweep").iterdir())
+    runs = sorted((jobs.folder / "sweep").glob("[!.]*"))
     assert len(runs) == 4
     assert [read_summary(run)["steps"] for run in runs] == [320] * 4
 
@@ -143,7 +144,9 @@ def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) ->
 # --- a run that is disturbed -----------------------------------------------------------------------
 
 
-def test_softly_stopped_three_times_it_ends_as_if_left_alone(jobs: Jobs, undisturbed: dict[str, Any]) -> None:
+def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
+    jobs: Jobs, undisturbed: dict[str, Any]
+) -> None:
     job = jobs.submit(*LONG, "name=run", "resume=never")
     stops: list[Callable[[], object]] = [
         lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
@@ -155,7 +158,7 @@ def test_softly_stopped_three_times_it_ends_as_if_left_alone(jobs: Jobs, undistu
         stop()
         jobs.until_it_waits(job, restarts=number)
     output = jobs.finish(job)
-    assert output.count("stopped softly: requeueing job") == 3
+    assert output.count("stopped gracefully: requeueing job") == 3
     assert not (jobs.folder / "run" / "stopped").exists()
     assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
     assert [problem for check in CHECKS for problem in check(jobs.folder / "run")] == []
@@ -182,12 +185,25 @@ def test_the_time_limit_requeues_and_scancel_does_not(jobs: Jobs) -> None:
     job = jobs.submit(*LONG, "epochs=100000", "name=run", options=("--nodes=2", "--time=1", "--signal=B:USR2@10"))
     jobs.until_it_waits(job, restarts=1)
     assert (jobs.folder / "run" / "stopped").exists()
+    secret = jobs.folder / f".slurm-{job}" / "secret"
+    assert (secret.stat().st_mode & 0o777, len(secret.read_text().strip())) == (0o600, 32)
     jobs.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     jobs.until_it_trains(job, "run")
     jobs.slurm.run("scancel", str(job))
     assert jobs.slurm.wait(job) == "CANCELLED"
     assert jobs.slurm.show(job)[0]["Restarts"] == "1"
     assert jobs.slurm.output(job).count("requeueing") == 1
+
+
+def test_after_a_failed_node_check_the_job_is_requeued_and_takes_another_port(jobs: Jobs) -> None:
+    job = jobs.submit(*SHORT, "name=run", options=("--nodes=2", "--hold"))
+    port = 15000 + 10 * job % 15000  # the script's choice for the first start
+    with socket.create_server(("127.0.0.1", port)):
+        jobs.slurm.run("scontrol", "release", str(job))
+        output = jobs.finish(job)
+    assert jobs.slurm.show(job)[0]["Restarts"] == "1"
+    assert f"port {port} is taken on the head" in output
+    assert output.count("failed (exit code 1): requeueing job") == 1
 
 
 # --- what no restart can mend ----------------------------------------------------------------------
@@ -218,5 +234,5 @@ def test_a_job_that_always_fails_is_given_up(jobs: Jobs) -> None:
     assert (record["ExitCode"], record["Restarts"]) == ("1:0", "1"), output
     assert output.count("requeueing job") == 1
     assert output.splitlines()[-1].startswith("slurm.sbatch: gave up: 2 starts in a row have made no checkpoint")
-    assert f"to go on: sbatch --nodes=2 {SCRIPT}" in output
+    assert f"to continue: sbatch --nodes=2 {SCRIPT}" in output
     assert r"name=bad\ one" in output

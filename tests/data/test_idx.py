@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_trainer.config import ConfigError
-from ddp_trainer.data.idx import find_idx, read_idx
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.data.datasets.idx import find_idx, read_idx
 
 IMAGES = torch.arange(2 * 3 * 4, dtype=torch.uint8).view(2, 3, 4)
 LABELS = torch.tensor([7, 3], dtype=torch.uint8)
@@ -57,13 +57,13 @@ def test_any_flipped_byte_of_a_compressed_file_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("data", "dimensions", "expected"),
     [
-        (b"", 3, "is not an IDX file of bytes: it begins and ends at once"),
-        (b"<!DOCTYPE html>", 3, "is not an IDX file of bytes: it begins 3c 21 44 4f"),
-        (encode(IMAGES).replace(b"\x08", b"\x0d", 1), 3, "is not an IDX file of bytes: it begins 00 00 0d 03"),
-        (encode(LABELS), 3, "holds labels where images belong: are two files swapped?"),
-        (encode(IMAGES), 1, "holds images where labels belong: are two files swapped?"),
-        (encode(LABELS) + b"!", 1, "is longer than it should be: 11 bytes where its header says 10"),
-        (encode(LABELS)[:-1], 1, "is truncated: 9 bytes where its header says 10"),
+        (b"", 3, "is not an IDX file of bytes: it begins with nothing"),
+        (b"<!DOCTYPE html>", 3, "is not an IDX file of bytes: it begins with 3c 21 44 4f"),
+        (encode(IMAGES).replace(b"\x08", b"\x0d", 1), 3, "is not an IDX file of bytes: it begins with 00 00 0d 03"),
+        (encode(LABELS), 3, "has labels and must have images: are two files swapped?"),
+        (encode(IMAGES), 1, "has images and must have labels: are two files swapped?"),
+        (encode(LABELS) + b"!", 1, "is too long: it has 11 bytes and its header says 10"),
+        (encode(LABELS)[:-1], 1, "is truncated: it has 9 bytes and its header says 10"),
         (encode(IMAGES[:0]), 3, "is empty: its header says 0 × 3 × 4 images"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Batches from memory: normalised, augmented, each evaluation sample once."""
+"""Batches from memory: normalized, augmented, each evaluation sample once."""
 
 from __future__ import annotations
 
@@ -7,39 +7,44 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_trainer.config import AugmentConfig
-from ddp_trainer.data import Augmentation, EvaluationLoader, GlobalBatchSampler, ImageSet, ResidentLoader
-from ddp_trainer.data.loader import Normalise
+from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.data.dataset import ImageTensors
+from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
+from ddp_trainer.data.resident import ResidentReader
+from ddp_trainer.data.sampler import GlobalBatchSampler
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.4, 0.5], [0.2, 0.3]
 
 
-def image_set(count: int) -> ImageSet:
+def image_set(count: int) -> ImageTensors:
     random = torch.Generator().manual_seed(count)
     images = torch.randint(256, (count, 2, 5, 7), dtype=torch.uint8, generator=random)
-    return ImageSet(images, torch.randint(10, (count,), generator=random))
+    return ImageTensors(images, torch.randint(10, (count,), generator=random))
 
 
-def normalise(memory_format: torch.memory_format = torch.contiguous_format) -> Normalise:
-    return Normalise(MEAN, STD, device=CPU, memory_format=memory_format)
+def normalize(memory_format: torch.memory_format = torch.contiguous_format) -> Normalize:
+    return Normalize(MEAN, STD, device=CPU, memory_format=memory_format)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_pixels_are_scaled_to_one_and_lose_mean_and_deviation(memory_format: torch.memory_format) -> None:
     pixels = image_set(4).images
-    images = normalise(memory_format)(pixels)
+    images = normalize(memory_format)(pixels)
     mean, std = torch.tensor(MEAN).view(2, 1, 1), torch.tensor(STD).view(2, 1, 1)
     torch.testing.assert_close(images, (pixels / 255 - mean) / std)
     assert images.is_contiguous(memory_format=memory_format)
 
 
-def resident(images: ImageSet, *, rank: int = 0, world_size: int = 1, batch: int = 7) -> ResidentLoader:
-    return ResidentLoader(
-        images,
+def resident(images: ImageTensors, *, rank: int = 0, world_size: int = 1, batch: int = 7) -> TrainLoader:
+    return TrainLoader(
+        ResidentReader(images, device=CPU),
         sampler=GlobalBatchSampler(images.labels, global_batch_size=batch, num_replicas=world_size, rank=rank),  # type: ignore[arg-type]
-        augmentation=Augmentation(AugmentConfig(crop_padding=1, flip=True, erase=0.5), height=5, width=7, seed=0),
-        normalise=normalise(),
+        augmentation=Augmentation(
+            AugmentConfig(random_crop_padding=1, random_hflip=True, random_erasing=0.5), height=5, width=7, seed=0
+        ),
+        normalize=normalize(),
         device=CPU,
     )
 
@@ -80,14 +85,19 @@ def test_each_evaluation_sample_comes_once_over_all_ranks(count: int, batch_size
     seen: list[int] = []
     for rank in range(world_size):
         loader = EvaluationLoader(
-            images, batch_size=batch_size, rank=rank, world_size=world_size, normalise=normalise(), device=CPU
+            ResidentReader(images, device=CPU),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            normalize=normalize(),
+            device=CPU,
         )
         mine: list[int] = []
         for batch in loader:
             mine += batch.ids.tolist()
             assert len(batch.ids) <= max(1, batch_size // world_size)
             assert torch.equal(batch.labels, images.labels[batch.ids])
-            assert torch.equal(batch.images, normalise()(images.images[batch.ids]))
+            assert torch.equal(batch.images, normalize()(images.images[batch.ids]))
         assert mine == list(range(count))[rank::world_size]
         seen += mine
     assert sorted(seen) == list(range(count))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_trainer.config import ConfigError
-from ddp_trainer.data import GlobalBatchSampler
+from ddp_trainer.data.sampler import GlobalBatchSampler
 
 Sizes = tuple[int, int, int]
 
@@ -146,13 +144,3 @@ def test_it_is_a_distributed_sampler() -> None:
     sampler = samplers((8, 4, 2))[1]
     assert isinstance(sampler, DistributedSampler)
     assert (sampler.num_replicas, sampler.rank) == (2, 1)
-
-
-def test_a_global_batch_that_leaves_a_rank_without_a_sample_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^global_batch_size=2 is smaller than the number of ranks, 3: "):
-        samplers((10, 2, 3))
-
-
-def test_a_global_batch_larger_than_the_data_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^global_batch_size=11 is larger than the training set of 10: "):
-        samplers((10, 11, 1))

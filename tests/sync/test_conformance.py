@@ -1,4 +1,4 @@
-"""Law 1: whatever the strategy and however many ranks, training is that of one process on the whole batch."""
+"""Conformance: with every strategy, at every world size, training is that of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, compose, on_ranks
+from conftest import TINY, compose, in_process_group, on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_trainer.config import ConfigError, LeNetConfig, SyncConfig
-from ddp_trainer.distributed import World, connected
-from ddp_trainer.environment import read_environment
+from ddp_trainer.config.models import LeNetConfig
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.models import build_model
-from ddp_trainer.sync import GradientSync, averaged_statistics, build_sync
+from ddp_trainer.sync import build_sync
+from ddp_trainer.sync.base import GradientSync
+from ddp_trainer.sync.buffers import averaged_statistics
 from ddp_trainer.sync.key_value_store import KeyValueStore
 from ddp_trainer.sync.replicas import allreduce, get_params, split_batch
 from ddp_trainer.sync.ring import ring_all_reduce
+from ddp_trainer.training.step import StepSettings, TrainStep
 
 STRATEGIES = [
     ("sync=ddp",),
@@ -81,8 +84,7 @@ def train_alone(optimizer_name: str) -> Parameters:
 
 
 def in_world(overrides: tuple[str, ...], function: Callable[[World], T]) -> T:
-    config = compose(*TINY, "num_threads=1", *overrides)
-    with connected(config, read_environment()) as world:
+    with in_process_group(compose(*TINY, "num_threads=1", *overrides)) as world:
         return function(world)
 
 
@@ -97,41 +99,37 @@ def train_shares(cases: list[Case]) -> dict[Case, list[Parameters]]:
 
 def train_both_ways(overrides: tuple[str, ...], optimizer_name: str, world: World) -> list[Parameters]:
     config = compose(*TINY, *overrides).sync
-    whole, _ = train_share(build_sync(config, world), world, optimizer_name, num_microbatches=1)
-    return [whole, *train_share(build_sync(config, world), world, optimizer_name, num_microbatches=3)]
+    whole, _ = train_share(build_sync(config, world), world, optimizer_name, accumulation_steps=1)
+    return [whole, *train_share(build_sync(config, world), world, optimizer_name, accumulation_steps=3)]
+
+
+class RecordingStep(TrainStep):
+    """Keeps the gradients that are there before the last microbatch's backward."""
+
+    local: Parameters
+
+    def backward(self, images: Tensor, labels: Tensor) -> Tensor:
+        self.local = {name: p.grad.numpy().copy() for name, p in self.model.named_parameters() if p.grad is not None}
+        return super().backward(images, labels)
 
 
 def train_share(
-    sync: GradientSync, world: World, optimizer_name: str, *, num_microbatches: int
+    sync: GradientSync, world: World, optimizer_name: str, *, accumulation_steps: int
 ) -> tuple[Parameters, Parameters]:
-    """Train on this rank's share of each batch, as `GradientSync` says a step goes.
+    """Train on this rank's share of each batch, by the very step that a run uses.
 
-    Returns the parameters, and the gradients that the last step's early microbatches left.
+    Returns the parameters, and the gradients before the last step's last microbatch.
     """
     model = lenet()
-    replica = sync.wrap(model)
     optimizer = OPTIMIZERS[optimizer_name](model)
-    local: Parameters = {}
+    settings = StepSettings(global_batch_size=GLOBAL_BATCH_SIZE, gradient_accumulation_steps=accumulation_steps)
+    constant = LambdaLR(optimizer, lambda step: 1.0)
+    step = RecordingStep(model, sync, optimizer, constant, settings=settings, world=world)
+    model.train()
     for images, labels in global_batches():
-        mine = slice(world.rank, None, world.world_size)
-        parts = (whole[mine].tensor_split(num_microbatches) for whole in (images, labels))
-        *early, last = zip(*parts, strict=True)
-        with sync.no_sync():
-            for part in early:
-                backward(replica, part, world)
-        local = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
-        backward(replica, last, world)
-        sync.before_step()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        sync.after_step(optimizer)
-    return parameters_of(model), local
-
-
-def backward(replica: nn.Module, part: tuple[Tensor, ...], world: World) -> None:
-    images, labels = part
-    scale = world.world_size / GLOBAL_BATCH_SIZE
-    (cross_entropy(replica(images), labels, reduction="sum") * scale).backward()
+        share = slice(world.rank, None, world.world_size)
+        step(images[share], labels[share])
+    return parameters_of(model), step.local
 
 
 @functools.cache
@@ -227,11 +225,6 @@ def test_get_params_shares_nothing_with_the_model() -> None:
     for mine, other in zip(model.parameters(), copied.parameters(), strict=True):
         assert torch.equal(mine, other)
         assert mine.data_ptr() != other.data_ptr()
-
-
-def test_an_unknown_strategy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"sync\.name='mpi' is unknown: choose one of ddp, none, allreduce, ring, "):
-        build_sync(SyncConfig(name="mpi"), WORLD_OF_ONE)
 
 
 # --- statistics -------------------------------------------------------------------------------

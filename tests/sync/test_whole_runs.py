@@ -1,4 +1,4 @@
-"""Laws 2 and 3 for every strategy, with the whole trainer around it; and what is refused."""
+"""World-size invariance and resume for every strategy, with the whole trainer; and the errors of strategies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records, train_all, trained_state
 
-from ddp_trainer.config import ConfigError
-from ddp_trainer.run import run
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.training.run import run
 
 STRATEGIES = {
     "allreduce": ("sync=allreduce",),
@@ -30,7 +30,7 @@ CASES = [
     for optimizer in OPTIMIZERS
     if sync != "local_sgd" or optimizer == "sgd"  # of others the mean of the updates is not the update of the mean
 ]
-RUN = (*TINY, "checkpoint.every_steps=3", "checkpoint.keep_last=100", "data.augment.crop_padding=2")
+RUN = (*TINY, "checkpoint.every_steps=3", "checkpoint.keep_last=100", "data.augment.random_crop_padding=2")
 
 
 def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
     return tuple("sync.num_servers=1" if ranks == 1 and said == "sync.num_servers=2" else said for said in overrides)
 
 
-# --- law 2 ------------------------------------------------------------------------------------
+# --- world-size invariance ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_strategy_trains_alike_at_any_world_size_and_as_ddp_does(
 ) -> None:
     mine = trained(ranks) / case
     for other in (trained(1) / case, trained(ranks) / f"ddp-{case.rsplit('-', 1)[1]}"):
-        digests = [[record["ledger/digest"] for record in records(one, "ledger/digest")] for one in (mine, other)]
+        digests = [[record["samples/digest"] for record in records(one, "samples/digest")] for one in (mine, other)]
         assert digests[0] == digests[1]
         torch.testing.assert_close(newest_checkpoint(mine)["model"], newest_checkpoint(other)["model"])
         one, two = (newest_checkpoint(run_dir)["optimizer"]["state"] for run_dir in (mine, other))
@@ -72,7 +72,7 @@ def test_a_strategy_trains_alike_at_any_world_size_and_as_ddp_does(
     assert read_summary(mine)["sync"] == case.split("-")[0]
 
 
-# --- law 3 ------------------------------------------------------------------------------------
+# --- resume ------------------------------------------------------------------------------------
 
 
 def cut_back(run_dir: Path, step: int, *, to: Path) -> None:
@@ -186,13 +186,13 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
         (["sync=replicas"], 2, "sync=replicas is for one process and there are 2 ranks: use sync=ddp"),
         (["sync=data_parallel"], 2, "sync=data_parallel is for one process and there are 2 ranks"),
         (["sync=none"], 3, "sync=none is for one process and there are 3 ranks"),
-        (["sync=parameter_server", "sync.num_servers=3"], 2, "sync.num_servers=3 must be at most the number of ranks"),
-        (["sync=parameter_server", "precision=fp16"], 2, "precision=fp16 scales the loss"),
-        (["sync=local_sgd", "precision=fp16"], 1, "precision=fp16 scales the loss"),
+        (["sync=parameter_server", "sync.num_servers=3"], 2, "sync.num_servers=3 must be at most the world size"),
+        (["sync=parameter_server", "precision=fp16"], 2, "precision=fp16 needs all gradients"),
+        (["sync=local_sgd", "precision=fp16"], 1, "precision=fp16 needs all gradients"),
         (["sync=replicas", "sync.devices=[cpu,cuda:0]"], 1, "must all be cpu, or all be cuda"),
         (["sync=replicas", "sync.devices=[]"], 1, "must all be cpu, or all be cuda"),
-        (["sync=data_parallel", "precision=bf16"], 1, "sync=data_parallel runs copies of the model in threads"),
-        (["sync=data_parallel", "compile=true"], 1, "sync=data_parallel runs copies of the model in threads"),
+        (["sync=data_parallel", "precision=bf16"], 1, "sync=data_parallel runs the model in threads"),
+        (["sync=data_parallel", "compile=true"], 1, "sync=data_parallel runs the model in threads"),
         (["sync=ddp", "sync.powersgd_warmup_steps=1"], 2, "must be at least 2"),
         (["sync=local_sgd", "sync.every_steps=0"], 2, "sync.every_steps=0 must be greater than 0"),
     ],

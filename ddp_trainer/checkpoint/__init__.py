@@ -1,0 +1,1 @@
+"""Checkpoints that a crash cannot destroy, and the run directory that holds them."""

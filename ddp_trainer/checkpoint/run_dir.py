@@ -1,0 +1,126 @@
+"""The run directory: locked by one launch at a time, and only for the config that it was made for."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_trainer.config.composition import training_changes
+from ddp_trainer.config.errors import ConfigError, TransientError, require
+from ddp_trainer.config.schema import Resume
+from ddp_trainer.distributed.files import replace_text
+
+LOCK_SECONDS = 3.0
+"""How long a launch waits for the lock: a killed predecessor may take a moment to end."""
+USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ENOENT,
+               errno.EINVAL, errno.ELOOP, errno.EEXIST)  # fmt: skip
+"""What the user can change about a path; other errors of a file system may go away."""
+
+
+@contextmanager
+def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> Iterator[Path | None]:
+    """Create and lock `run_dir`, rename a former run first if resume=never, and write `config` to config.yaml.
+
+    A directory without a checkpoint holds nothing of a run that could be lost, and accepts any config.
+    The lock is a file beside the directory, so that it stays valid when the directory is renamed; the kernel
+    releases it when this process ends, however it ends. Rank 0 only.
+
+    Yields the new path of the former run, if it was renamed.
+
+    Raises:
+        ConfigError: it cannot be written, it belongs to another config, or resume=must finds no checkpoint in it.
+        TransientError: another launch is running in it, or the file system does not answer or has no locks.
+    """
+    require(
+        resume is not Resume.must or has_checkpoint(run_dir),
+        f"resume=must needs a checkpoint and {run_dir} has none: check name and output_dir, or use resume=auto",
+    )
+    lock: int | None = None
+    try:
+        try:
+            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            lock = _lock(run_dir)
+            backup_dir = _rename(run_dir) if resume is Resume.never and run_dir.exists() else None
+            run_dir.mkdir(exist_ok=True)
+            _check_config(run_dir, config)
+        except OSError as error:
+            kind = ConfigError if error.errno in USER_ERRORS else TransientError
+            problem = "there is a file of that name" if error.errno == errno.EEXIST else error
+            raise kind(f"output_dir={run_dir.parent} must be a folder that can be written: {problem}") from error
+        yield backup_dir
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(run_dir: Path) -> int:
+    descriptor = os.open(run_dir.with_name(f".{run_dir.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise TransientError(
+                    f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            os.close(descriptor)
+            raise TransientError(
+                f"{run_dir.parent} cannot be locked ({error.strerror}): mount the file system with locks (Lustre: "
+                "-o flock), or set output_dir to another one"
+            ) from error
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Return whether there is a step checkpoint, good or damaged."""
+    return any((run_dir / "checkpoints").glob("step-*.pt"))
+
+
+def _rename(run_dir: Path) -> Path:
+    number = 1
+    while (backup_dir := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
+        number += 1
+    return run_dir.rename(backup_dir)
+
+
+def _check_config(run_dir: Path, config: dict[str, Any]) -> None:
+    path = run_dir / "config.yaml"
+    if has_checkpoint(run_dir) and path.exists():
+        check_changes(_read_config(path), config, run_dir=run_dir)
+    replace_text(path, yaml.safe_dump(config, sort_keys=False))
+
+
+def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) -> None:
+    """Check that two configs (as builtins) train alike.
+
+    Raises:
+        ConfigError: names the keys that differ.
+    """
+    changes = training_changes(old, new)
+    require(
+        not changes,
+        f"{run_dir} holds a run of another config ({'; '.join(changes)}): choose name=… for a new run, "
+        "or resume=never to start from step 0 (the old directory is renamed)",
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} cannot be read ({reason}): correct it, or use resume=never") from error
+    require(isinstance(config, dict), f"{path} is not the config of a run: correct it, or use resume=never")
+    return config

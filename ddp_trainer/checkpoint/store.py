@@ -1,0 +1,148 @@
+"""The checkpoints of one run: writes them in the background, finds the newest good one, deletes old ones."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, parse, read_bytes, write_file
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.schema import CheckpointConfig
+from ddp_trainer.distributed.process_group import World
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointable(Protocol):
+    """What can be saved: state in, state out. Both are collective."""
+
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: State) -> None: ...
+
+
+class CheckpointStore:
+    """The checkpoints of one run directory. Rank 0 reads and writes files; writing happens in the background.
+
+    Use as a context manager: leaving it waits for the last write.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig, *, world: World) -> None:
+        self.folder, self.config, self.world = folder, config, world
+        self.last_good: Path | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wait()
+        self._pool.shutdown()
+
+    def paths(self) -> list[Path]:
+        """Return the step checkpoints on disk, newest first."""
+        found = [path for path in self.folder.glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
+        return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
+
+    def restore(self, target: Checkpointable) -> bool:
+        """Load the newest good checkpoint into `target`; return False if there is none.
+
+        Rank 0 reads it and every rank gets the same bytes. Collective: every rank must call this.
+
+        Raises:
+            ConfigError: there are some, and all of them are damaged.
+        """
+        data = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else bytes)
+        data = self.world.broadcast_bytes(data)
+        if not data:
+            return False
+        target.load_state_dict(parse(data))
+        return True
+
+    def _read_newest(self) -> bytes:
+        paths, damaged = self.paths(), []
+        for path in paths:
+            try:
+                data = read_bytes(path)
+                state = parse(data)
+            except DamagedCheckpointError as error:
+                logger.warning("checkpoint %s %s: trying the one before it", path, error)
+                damaged.append(path)
+                continue
+            logger.info("resumed from %s (epoch %d, step %d)", path, state["epoch"], state["step"])
+            self._set_aside(damaged)
+            self.last_good = path
+            return data
+        if paths:
+            raise ConfigError(
+                f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good one there, "
+                "or set resume=never to start from step 0 (the old directory is renamed)"
+            )
+        return b""
+
+    def _set_aside(self, damaged: list[Path]) -> None:
+        """Rename damaged checkpoints, because retention would otherwise keep them in place of good ones."""
+        for path in damaged:
+            try:
+                path.rename(path.with_name(f"{path.name}.damaged"))
+            except OSError as error:
+                logger.warning("%s could not be renamed: %s", path, error)
+
+    def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
+        """Copy the state of `source` and write it in the background. Collective: every rank must call this."""
+        state = source.state_dict()
+        if not self.world.is_main:
+            return
+        self.wait()
+        snapshot = _to_host(state)
+        self._pending = self._pool.submit(self._write, snapshot, is_best and self.config.keep_best)
+
+    def wait(self) -> None:
+        """Return once the last save is on disk, or has failed with a warning."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _write(self, state: State, is_best: bool) -> None:
+        path, best = self.folder / f"step-{state['step']:08d}.pt", self.folder / "best.pt"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            for leftover in self.folder.glob(".*.writing"):  # of a launch that was killed
+                leftover.unlink()
+            write_file(path, state, also=best if is_best else None)
+        except OSError as error:
+            logger.warning("%s; training continues, the last good checkpoint is %s", error, self.last_good)
+            return
+        self.last_good = path
+        try:
+            for old in self.paths()[self.config.keep_last :]:
+                if old != path:
+                    old.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("old checkpoints in %s could not be deleted (%s); training continues", self.folder, error)
+
+
+def _to_host(value: Any) -> Any:
+    """Return a deep copy with every tensor on the CPU, apart from the tensors that training changes."""
+    return _map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    match value:
+        case torch.Tensor():
+            return change(value)
+        case dict():
+            return {key: _map_tensors(item, change) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(_map_tensors(item, change) for item in value)
+        case _:
+            return value

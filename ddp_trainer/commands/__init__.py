@@ -1,0 +1,11 @@
+"""The commands of ``python -m ddp_trainer``, one file each, and what they share: options, composition, exit codes."""
+
+COMMANDS = {
+    "train": "train a model; the default",
+    "benchmark": "compare all synchronisation strategies on the same job",
+    "plan": "predict the step time on more ranks than there are",
+    "doctor": "examine this machine, or the machines of a job",
+    "verify": "check a run directory",
+    "freeze": "compose and check a config, and write it to a job file",
+    "node-check": "check that the nodes of a job can start together; used by the launch scripts",
+}

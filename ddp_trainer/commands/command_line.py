@@ -1,0 +1,120 @@
+"""From the words on a command line to composed configs, and from errors to exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra.errors import HydraException
+from hydra.main import get_args_parser
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_trainer.config.composition import config_dir, job_dir, register_configs, to_config
+from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, JobError, TransientError
+from ddp_trainer.config.messages import check_overrides, format_config_error
+from ddp_trainer.config.schema import Config
+from ddp_trainer.distributed.environment import Environment, read_environment
+from ddp_trainer.distributed.failure_report import report_failure
+from ddp_trainer.registry import PluginError
+
+RANK_0_SECONDS = 5.0
+"""How long other nodes wait for rank 0 to print an error: torchrun ends all ranks once one has exited."""
+
+
+class EndSweep(BaseException):  # Hydra collects what is an Exception and goes on with the next job
+    """Raised in a job to end the sweep after it."""
+
+
+def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
+    """Compose `words` and call ``function(config, run_dir)``: once, or for each job of a sweep.
+
+    Exits with 2 for the user's input and with 1 for anything else that `function` raises.
+    """
+    sys.argv[1:] = words
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+    def job(composed: DictConfig) -> float | None:
+        with errors_as_exit_codes():  # here, as Hydra would announce an exception that passes through it
+            config = to_config(composed)
+            return function(config, job_dir(config.output_dir, config.name))
+
+    try:
+        register_configs()
+        check_arguments()
+        with suppress(EndSweep):
+            job()
+    except JobError:  # reported by the launcher that ran the job
+        sys.exit(FAILURE)
+    except TransientError as error:
+        exit_with_user_error(error, code=FAILURE)
+    except Exception as error:  # Hydra raises many kinds while it composes
+        exit_with_user_error(error)
+
+
+class errors_as_exit_codes:  # noqa: N801  # used as a function: with errors_as_exit_codes():
+    """Exit with 2 for the user's input and with 1 for any other exception, each reported once."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        match error:
+            case TransientError():
+                exit_with_user_error(error, code=FAILURE)
+            case ConfigError() | OmegaConfBaseException() | HydraException() | PluginError():
+                exit_with_user_error(error)
+            case Exception():
+                exit_with_failure(error)
+
+
+def check_arguments() -> None:
+    """Refuse flags that Hydra does not know (argparse would print its usage, on every rank) and bad overrides.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+
+    def reject(message: str) -> NoReturn:
+        text = message.removeprefix("unrecognized arguments: ")
+        if text == message:
+            raise ConfigError(message)
+        if not text.startswith("-"):
+            raise ConfigError(
+                f"{text} is separated from the other keys by a flag: put all flags before or after the keys"
+            )
+        raise ConfigError(
+            f"{text.split()[0]} is not a flag: set a key without dashes, key=value; --hydra-help lists the flags"
+        )
+
+    parser = get_args_parser()
+    parser.error = reject  # type: ignore[method-assign]
+    arguments = parser.parse_args()
+    check_overrides(arguments.overrides, multirun=arguments.multirun)
+
+
+def exit_with_user_error(error: BaseException, *, code: int = USER_ERROR) -> NoReturn:
+    """Print the error in one line and exit: rank 0 prints, or the first rank of a node that it does not end."""
+    try:
+        environment = read_environment()
+    except ConfigError:
+        environment = Environment()  # the error is about this: every process prints it
+    if environment.rank != 0:
+        time.sleep(RANK_0_SECONDS * (1 if environment.local_rank == 0 else 2))
+    if environment.local_rank == 0:
+        print(f"error: {format_config_error(error, sys.argv[1:])}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def exit_with_failure(error: Exception) -> NoReturn:
+    """Exit with 1 without interpreter shutdown, which aborts if DDP modules exist and other ranks have ended."""
+    report_failure(error, read_environment())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILURE)

@@ -1,0 +1,208 @@
+"""Examine this machine, or all machines of a job, and print whether they can train:
+
+    python -m ddp_trainer doctor                                 # this host
+    torchrun --nproc_per_node=2 -m ddp_trainer doctor            # the ranks of a job, on all its nodes
+    launch/multinode.sh doctor                                   # the same, on the nodes that multinode.sh starts
+
+Takes the keys of a run (device, backend, output_dir …). Exits with 0 if ready, with 2 and the reason if not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
+from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
+from ddp_trainer.config.errors import USER_ERROR, require_positive
+from ddp_trainer.config.schema import Config
+from ddp_trainer.distributed.environment import Environment, interface_towards, read_environment, usable_cores
+from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.distributed.versions import installed_versions
+from ddp_trainer.launch.node_check.client import CLOCK_SECONDS
+from ddp_trainer.performance.timing import call_seconds
+
+MB = 2**20
+RANK_MB = 500
+"""Memory that a rank takes before it has any data: 390 MB were measured, with torch's CUDA build."""
+SLOW_DISK_MB, SLOW_NETWORK_MB = 50, 100
+"""MB/s: a checkpoint of ResNet-18 (90 MB) then takes two seconds, its gradients (45 MB) half a second per step."""
+SKEW_SECONDS = 1.0
+"""How far clocks may be apart without a warning."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DoctorOptions:
+    """The options of the command."""
+
+    run_dir: str | None = None
+    """Measure the disk there; null: in the run directory of the config."""
+    size_mb: int = 25
+    """Size of the all-reduce that is measured; 25 is a bucket of DDP."""
+
+    def __post_init__(self) -> None:
+        require_positive("size_mb", self.size_mb)
+
+
+class Finding(NamedTuple):
+    """One line of the table. `advice` says what is wrong; with `is_error` training would fail, else it is a warning."""
+
+    name: str
+    value: str
+    advice: str = ""
+    is_error: bool = False
+
+
+def main(words: Sequence[str]) -> None:
+    """Examine and report, and exit with 0, 2 if a run cannot train here, or 1."""
+    if wants_help(words):
+        print_help(f"{program()} doctor [option=value …] [key=value …]", __doc__ or "", DoctorOptions)
+        return
+    with errors_as_exit_codes():
+        options, overrides = parse_options(DoctorOptions, words)
+    for_each_job(lambda config, run_dir: report(config, run_dir, options), overrides)
+
+
+def report(config: Config, run_dir: Path, options: DoctorOptions) -> None:
+    """Print the findings on rank 0, and exit with 2 on all ranks if one is an error. Collective."""
+    environment = read_environment()
+    with process_group(
+        environment,
+        device=config.device,
+        backend=config.backend,
+        num_threads=config.num_threads,
+        timeout_seconds=config.timeout_seconds,
+    ) as world:
+        findings = examine(world, environment, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
+    if world.is_main:
+        for name, value, advice, is_error in findings:
+            print(f"{'✗' if is_error else '!' if advice else '✓'}  {name:21}  {value}")
+        print("\n".join(conclusion(findings, num_ranks=world.world_size)))
+    if any(finding.is_error for finding in findings):
+        sys.exit(USER_ERROR)
+
+
+def conclusion(findings: list[Finding], *, num_ranks: int) -> list[str]:
+    """Return the last lines: warnings, then errors, or that the machines are ready."""
+    warnings = [f"warning: {finding.advice}" for finding in findings if finding.advice and not finding.is_error]
+    errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
+    return [*warnings, *(errors or [f"ready: {plural(num_ranks, 'rank')} can train here"])]
+
+
+def examine(world: World, environment: Environment, *, run_dir: Path, size_mb: int) -> list[Finding]:
+    """Return the findings, the same on every rank. Collective: every rank must call this."""
+    network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
+    world.all_reduce(torch.zeros(1, device=world.device)).item()  # so that all ranks read their clocks at once
+    own: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "versions": installed_versions()}
+    own["findings"] = host_findings(environment, world.num_threads)
+    ranks = world.all_gather_object(own)
+    nodes = {rank["host"]: [Finding(*finding) for finding in rank["findings"]] for rank in reversed(ranks)}
+    where = f"{plural(len(nodes), 'node')}, {world.backend} on {world.device.type}"
+    findings = [
+        versions_finding(ranks),
+        *(merge(dict(zip(nodes, findings, strict=True))) for findings in zip(*nodes.values(), strict=True)),
+        disk_finding(run_dir) if world.is_main else Finding("disk", "rank 0 measures it"),
+        Finding("process group", f"{plural(world.world_size, 'rank')} on {where}"),
+        *network,
+        clock_finding(ranks),
+    ]
+    return [Finding(*finding) for finding in world.broadcast_object(findings)]
+
+
+def host_findings(environment: Environment, num_threads: int) -> list[Finding]:
+    """Return the findings about the host of this rank."""
+    cores, ranks = plural(usable_cores(), "core"), plural(environment.local_world_size, "rank")
+    is_crowded = usable_cores() < environment.local_world_size
+    meminfo = Path("/proc/meminfo").read_text()  # of the host: a container's limit may be lower
+    memory_mb = int(meminfo.partition("MemAvailable:")[2].split()[0]) // 1024
+    shm_mb = shutil.disk_usage("/dev/shm").free // MB if os.path.isdir("/dev/shm") else 0
+    return [
+        Finding("GPU, driver", gpu_names()),
+        Finding("cores", f"{cores} for {ranks} of {plural(num_threads, 'thread')}",
+                f"{ranks} wait for each other on {cores}: start at most one rank per core" if is_crowded else ""),
+        Finding("memory", f"{memory_mb / 1024:.1f} GB available",
+                f"less than {RANK_MB} MB of memory left: start fewer ranks" if memory_mb < RANK_MB else ""),
+        Finding("/dev/shm", f"{shm_mb:,} MB"),
+        Finding("interface to rank 0", interface_towards(environment.master_addr) or "unknown"),
+    ]  # fmt: skip
+
+
+def gpu_names() -> str:
+    """Return the number and name of the GPUs, with the versions of driver and CUDA."""
+    count, driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version")
+    version = re.search(r"\d+\.\d+[.\d]*", driver.read_text()) if driver.exists() else None
+    versions = f"driver {version[0] if version else 'unknown'}, CUDA {torch.version.cuda}"
+    return f"{count} × {torch.cuda.get_device_name(0)}, {versions}" if count else "none"
+
+
+def merge(nodes: dict[str, Finding]) -> Finding:
+    """Return one line from those of several nodes: the value once if all have the same."""
+    first, *others = nodes.values()
+    is_same = all(finding.value == first.value for finding in others)
+    values = "; ".join(f"{name}: {finding.value}" for name, finding in nodes.items())
+    advice = "; ".join(f"{name}: {finding.advice}" for name, finding in nodes.items() if finding.advice)
+    return Finding(first.name, first.value if is_same else values, advice)
+
+
+def versions_finding(ranks: list[dict[str, Any]]) -> Finding:
+    """Return the versions on rank 0, and the hosts that have others."""
+    first = ranks[0]["versions"]
+    others = {rank["host"]: sorted(rank["versions"].items() - first.items()) for rank in ranks}
+    texts = [f"{host} has {name} {version}" for host, items in others.items() for name, version in items]
+    advice = f"{', '.join(texts)}, unlike rank 0: install the same on all nodes" if texts else ""
+    return Finding("versions", ", ".join(" ".join(item) for item in first.items()), advice, is_error=bool(texts))
+
+
+def disk_finding(run_dir: Path, *, size_mb: int = 64) -> Finding:
+    """Write a file where a run would write, and return how fast it reached the disk."""
+    folder = next(folder for folder in (run_dir, *run_dir.absolute().parents) if os.path.isdir(folder))
+    block, began = os.urandom(MB), time.monotonic()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for _ in range(size_mb):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        advice = f"{folder} cannot be written ({error.strerror}): set output_dir to a folder where rank 0 can write"
+        return Finding("disk", f"{folder}: {error.strerror}", advice, is_error=True)
+    rate = size_mb / (time.monotonic() - began)
+    advice = f"the disk of {folder} writes {rate:.0f} MB/s: set output_dir to a faster one, or save less often"
+    return Finding("disk", f"{folder}: {rate:,.0f} MB/s written and synced", advice if rate < SLOW_DISK_MB else "")
+
+
+def network_findings(world: World, *, size_mb: int) -> list[Finding]:
+    """Return latency and bandwidth of an all-reduce. Collective: every rank must call this."""
+    small, large = (torch.zeros(numel, device=world.device) for numel in (1, size_mb * MB // 4))
+    latency = statistics.median(call_seconds(lambda: world.all_reduce(small), world.device, times=100))
+    seconds = statistics.median(call_seconds(lambda: world.all_reduce(large), world.device, times=5))
+    rate, fix = size_mb / seconds, f"check that {world.backend} uses the right interface and that the cores are free"
+    advice = f"all-reduce moves {rate:.0f} MB/s: {fix}" if rate < SLOW_NETWORK_MB else ""
+    return [
+        Finding("all-reduce, latency", f"{latency * 1e6:,.0f} µs (4 bytes, median of 100)"),
+        Finding("all-reduce, bandwidth", f"{rate:,.0f} MB/s ({size_mb} MB in {seconds * 1e3:,.0f} ms)", advice),
+    ]
+
+
+def clock_finding(ranks: list[dict[str, Any]]) -> Finding:
+    """Return how far the clocks of the hosts are from that of rank 0."""
+    skew, host = max((abs(rank["time"] - ranks[0]["time"]), rank["host"]) for rank in ranks)
+    advice = f"the clock of {host} differs by {skew:.1f} s from that of rank 0: synchronize the clocks (chrony or ntp)"
+    return Finding("clocks", f"within {skew:.3f} s", advice if skew > SKEW_SECONDS else "", skew > CLOCK_SECONDS)
+
+
+def plural(number: int, noun: str) -> str:
+    """Return ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

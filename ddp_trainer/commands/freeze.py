@@ -1,0 +1,82 @@
+"""``freeze``: compose and check a config, and write it to a job file.
+
+Launch scripts and sweeps train job files, so that a mistake is one error before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
+from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
+from ddp_trainer.config.composition import from_builtins, to_builtins
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.schema import Config
+from ddp_trainer.launch.job_file import read_job, write_job
+
+
+@dataclass(kw_only=True, slots=True)
+class FreezeOptions:
+    """The options of the command."""
+
+    world_size: int | None = None
+    """Check the config for this number of ranks."""
+    job: int | None = None
+    """The settings are a sweep: take its job of this number, from 0."""
+    base: str | None = None
+    """Change the config of this job file; its run directory stays."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Write the job file and print its run directory; exit with 0, 2 for the user's input, or 1."""
+    if wants_help(words):
+        print_help(f"{program()} freeze FILE [option=value …] [key=value …]", __doc__ or "", FreezeOptions)
+        return
+    with errors_as_exit_codes():
+        require(bool(words) and "=" not in Path(words[0]).name, "FILE is missing: freeze FILE [key=value …]")
+        path = Path(words[0])
+        options, overrides = parse_options(FreezeOptions, words[1:])
+        if options.base is None:
+            config, run_dir = compose_job(overrides, number=options.job)
+        else:
+            config, run_dir = change_job(Path(options.base), overrides)
+        if options.world_size is not None:
+            config.check_world_size(options.world_size)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_job(path, to_builtins(config), run_dir)
+        except OSError as error:
+            raise ConfigError(f"job file {path} cannot be written: {error.strerror}") from error
+    print(run_dir)
+
+
+def compose_job(overrides: Sequence[str], *, number: int | None) -> tuple[Config, Path]:
+    """Return the config and run directory of `overrides`; if they are a sweep, of its job `number`.
+
+    Raises:
+        ConfigError: the sweep has no such job.
+    """
+    jobs: list[tuple[Config, Path]] = []
+    multirun = [] if number is None else ["--multirun"]
+    for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), [*multirun, *overrides])
+    require(number is not None or len(jobs) == 1, f"a job file holds one of these {len(jobs)} jobs: choose it by job=I")
+    number = number or 0
+    require(0 <= number < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep, from 0")
+    return jobs[number]
+
+
+def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
+    """Return the config of the job file at `path` with `changes` (key=value), and its run directory.
+
+    Raises:
+        ConfigError: it is not a job file, or a rule is broken.
+        OmegaConfBaseException: a key is unknown, or a value is of another type.
+    """
+    config, run_dir = read_job(path)
+    tree = OmegaConf.merge(to_builtins(config), OmegaConf.from_dotlist(list(changes)))
+    return from_builtins(cast(dict[str, Any], OmegaConf.to_container(tree))), run_dir

@@ -1,0 +1,117 @@
+"""``node-check``: check that the nodes of a job can start together, and print this node's address in their network."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import MISSING
+
+from ddp_trainer.commands.command_line import errors_as_exit_codes
+from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import ConfigError, flatten_keys, require
+from ddp_trainer.distributed.environment import interface_towards, job_secret
+from ddp_trainer.distributed.versions import installed_versions
+from ddp_trainer.launch.job_file import read_job
+from ddp_trainer.launch.network import address_towards, is_loopback, resolve
+from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo
+
+SHM_MB = 512
+"""What NCCL may need in /dev/shm between the GPUs of a node; its manual advises 1 GB, and Docker gives 64 MB."""
+MEMORY_BYTES = 4 * 2**30
+"""The most that other programs can make this process take by what they send."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeCheckOptions:
+    """The options of the command."""
+
+    head: str = MISSING
+    """Name or address of node 0."""
+    port: int = MISSING
+    """Port for torchrun's store on the head."""
+    nnodes: str = MISSING
+    """Number of nodes: N, or MIN:MAX for an elastic job."""
+    node_rank: int = MISSING
+    """Number of this node, from 0."""
+    timeout: float = 20.0
+    """How many seconds the nodes wait for each other."""
+    rdzv_id: str = "none"
+    """torchrun's --rdzv-id."""
+    job_file: str | None = None
+    """File of the command freeze; its config must be the same on all nodes."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Exit with 0 if all nodes can start, 2 for what the user has to change, 1 for what may be different later."""
+    if wants_help(words):
+        print_help(f"{program()} node-check option=value …", __doc__ or "", NodeCheckOptions)
+        return
+    with errors_as_exit_codes():
+        options, rest = parse_options(NodeCheckOptions, words)
+        require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
+        node = describe_node(options)
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES if most < 0 else min(MEMORY_BYTES, most), most))
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch prints stack traces when another program has the port
+        from ddp_trainer.launch.node_check.client import ask_head  # torch takes seconds to import
+        from ddp_trainer.launch.node_check.server import wait_for_nodes
+
+        (ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node))
+    print(node.address)
+
+
+def describe_node(options: NodeCheckOptions) -> NodeInfo:
+    """Return this node and its job.
+
+    Raises:
+        ConfigError: an option is not valid, or the head's name.
+        TransientError: the head's address is unknown for now, or has no route.
+    """
+    smallest, _, largest = options.nnodes.partition(":")
+    min_nodes, max_nodes = (int(text) if text.isdecimal() else 0 for text in (smallest, largest or smallest))
+    require(1 <= min_nodes <= max_nodes, f"nnodes={options.nnodes} must be N or MIN:MAX, whole numbers from 1")
+    require(0 <= options.node_rank < max_nodes, f"node_rank={options.node_rank} must be 0 to {max_nodes - 1}")
+    require(0 < options.port < 2**16, f"port={options.port} must be 1 to 65535")
+    require(0 < options.timeout < 86400, f"timeout={options.timeout} must be greater than 0, and less than a day")
+    config = {} if options.job_file is None else flatten_keys(to_builtins(read_job(Path(options.job_file))[0]))
+    head = resolve(options.head, timeout=min(10, options.timeout))
+    require(
+        max_nodes == 1 or not is_loopback(head) or options.head in (head, "localhost"),
+        f"head {options.head!r} resolves to {head} on this host, where no other node can reach it (Debian's /etc/hosts "
+        "does that to a host's own name): give its address in the network (hostname -I lists them), or correct "
+        "/etc/hosts",
+    )
+    address, interface = address_towards(head), interface_towards(head) or "an interface without a name"
+    where = f"{address} on {interface}, head {head}:{options.port}"
+    print(f"node {options.node_rank} of {options.nnodes}: {where}", file=sys.stderr, flush=True)
+    return NodeInfo(
+        node_rank=options.node_rank, min_nodes=min_nodes, max_nodes=max_nodes, head=(head, options.port),
+        timeout=options.timeout, address=address, versions=installed_versions() | {"nnodes": options.nnodes},
+        config=config | {RDZV_ID: options.rdzv_id, SECRET: job_secret() or ""},
+    )  # fmt: skip
+
+
+def find_gpu_error(node: NodeInfo) -> ConfigError | None:
+    """Return why this node cannot run the config: it has no GPU, or too little shared memory for NCCL between GPUs."""
+    # NVIDIA's device files, or the one that stands for all GPUs in WSL, of AMD or of Jetson
+    num_gpus = sum(len(list(Path("/dev").glob(name))) for name in ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu"))
+    for key, value in (("backend", "nccl"), ("device", "cuda")):
+        if node.config.get(key) == value and not num_gpus:
+            return ConfigError(
+                f"{key} in the config needs a GPU and this node has none: use backend=gloo and "
+                "device=cpu, or auto for both"
+            )
+    size_mb = shutil.disk_usage("/dev/shm").free // 2**20 if Path("/dev/shm").is_dir() else 0
+    if num_gpus >= 2 and size_mb < SHM_MB:
+        return ConfigError(
+            f"/dev/shm has {size_mb} MB left and NCCL wants {SHM_MB} between {num_gpus} GPUs: start the "
+            "container with --ipc=host or --shm-size=1g"
+        )
+    return None

@@ -1,0 +1,99 @@
+"""``train``, the default command: compose the config, and train as one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from ddp_trainer import registry
+from ddp_trainer.commands.command_line import EndSweep, errors_as_exit_codes, for_each_job
+from ddp_trainer.commands.options import list_fields, parse_options, program, wants_help
+from ddp_trainer.config.errors import require
+from ddp_trainer.config.schema import Config
+from ddp_trainer.distributed.environment import read_environment
+from ddp_trainer.distributed.memory import disable_gc
+from ddp_trainer.launch.job_file import read_job
+from ddp_trainer.launch.launchers import register_launchers
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainOptions:
+    """The options of the command."""
+
+    job_file: str | None = None
+    """Train what a file of the command freeze says; there are no other arguments then."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Train one job or those of a sweep, and exit with 0, 2 for the user's input, or 1."""
+    if wants_help(words):
+        print_keys()
+        return
+    with errors_as_exit_codes():
+        options, overrides = parse_options(TrainOptions, words)
+        if options.job_file is not None:
+            require(not overrides, f"{' '.join(overrides)} cannot change a job file: freeze another one")
+            train(*read_job(Path(options.job_file)), sweep=None)
+            return
+    register_launchers()
+    with ExitStack() as stack:
+        for_each_job(lambda config, run_dir: train(config, run_dir, sweep=stack if is_sweep() else None), overrides)
+
+
+def is_sweep() -> bool:
+    """Return whether Hydra runs the jobs of a sweep.
+
+    Raises:
+        ConfigError: a launcher was chosen that is for sweeps only.
+    """
+    hydra = HydraConfig.get()
+    launcher = hydra.runtime.choices["hydra/launcher"]
+    require(launcher == "basic", f"hydra/launcher={launcher} is for sweeps: add --multirun, or leave it out")
+    return hydra.mode is RunMode.MULTIRUN
+
+
+def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
+    """Run one job and return its best top-1 for a sweeper; the jobs of a sweep share a process group, which it leaves.
+
+    Raises:
+        EndSweep: the job was stopped gracefully, and so is the sweep.
+    """
+    environment = read_environment()
+    config.check_world_size(environment.world_size)
+    with disable_gc():  # torch takes seconds to import; an error in the config should not
+        from ddp_trainer.distributed.process_group import process_group
+        from ddp_trainer.training.run import run
+        from ddp_trainer.training.summary import Status
+    if sweep is not None:
+        sweep.enter_context(
+            process_group(
+                environment,
+                device=config.device,
+                backend=config.backend,
+                num_threads=config.num_threads,
+                timeout_seconds=config.timeout_seconds,
+            )
+        )
+    summary = run(config, run_dir)
+    if sweep is not None and summary.status is Status.stopped:
+        raise EndSweep
+    return summary.best_top1
+
+
+def print_keys() -> None:
+    """Print the keys of the config, with those of every choice of every group."""
+    print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
+    print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.groups())}")
+    for group in registry.groups():
+        for choice in registry.choices(group).values():
+            prefix = f"logger.{choice.name}." if group == "logger" else f"{group}."
+            print(f"\n{group}={choice.name}")
+            if keys := list_fields(choice.schema(), prefix=prefix, skip=["name"]):
+                print(keys)
+    print("\nThe same command resumes an interrupted run. --cfg job shows the composed config, --multirun runs a,b as")
+    print("two jobs, --hydra-help explains Hydra's flags. The groups are explained in README.md and docs/.")

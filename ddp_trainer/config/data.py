@@ -1,0 +1,140 @@
+"""The group ``data``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from ddp_trainer.config.errors import FREE, require, require_positive
+from ddp_trainer.registry import register_dataset
+
+
+@dataclass(kw_only=True, slots=True)
+class AugmentConfig:
+    random_crop_padding: int = 0
+    """Zero pixels added on each side before a random crop back to the original size; 0: no crop."""
+    random_hflip: bool = False
+    """Mirror half of the images left to right."""
+    random_erasing: float = 0.0
+    """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.random_crop_padding >= 0,
+            f"data.augment.random_crop_padding={self.random_crop_padding} must be 0 (no crop) or more pixels",
+        )
+        require(
+            0 <= self.random_erasing <= 1,
+            f"data.augment.random_erasing={self.random_erasing} is a probability: choose a value in [0, 1]",
+        )
+
+    def check_image_size(self, height: int, width: int) -> None:
+        """Refuse a crop that may lie outside of the image.
+
+        Raises:
+            ConfigError: the padding is at least as large as the image.
+        """
+        require(
+            self.random_crop_padding < min(height, width),
+            f"data.augment.random_crop_padding={self.random_crop_padding} must be smaller than the images of "
+            f"{height}×{width} pixels",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    name: str = MISSING
+    mean: list[float] = field(default_factory=lambda: [0.5])
+    """Per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
+    std: list[float] = field(default_factory=lambda: [0.25])
+    """Per channel; divided by after the mean is subtracted."""
+    validation_fraction: float = 0.0
+    """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split.
+
+    For choosing hyperparameters; 0 trains on all of it and evaluates on the test split.
+    """
+    num_workers: int = field(default=2, metadata={FREE: True})
+    """Threads per rank that read images ahead; only for data sets that are streamed."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.mean) == len(self.std) > 0,
+            f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
+        )
+        require(all(s > 0 for s in self.std), f"data.std={self.std} must be greater than 0 in every channel")
+        require_positive("data.num_workers", self.num_workers)
+        require(
+            0 <= self.validation_fraction < 1,
+            f"data.validation_fraction={self.validation_fraction} must be in [0, 1): 0.1 holds out a tenth",
+        )
+
+    @property
+    def eval_split(self) -> str:
+        """The name of the split that is evaluated on: validation or test."""
+        return "validation" if self.validation_fraction else "test"
+
+
+@dataclass(kw_only=True, slots=True)
+class DigitsConfig(DataConfig):
+    name: str = "digits"
+    mean: list[float] = field(default_factory=lambda: [0.2872])
+    """Per channel, on pixels scaled to [0, 1]; of the training split."""
+    std: list[float] = field(default_factory=lambda: [0.3540])
+    """Per channel; of the training split."""
+    augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_crop_padding=1))
+
+
+@dataclass(kw_only=True, slots=True)
+class FashionMnistConfig(DataConfig):
+    name: str = "fashion_mnist"
+    root: str | None = field(default=None, metadata={FREE: True})
+    """Folder with the four IDX files (gz or not); null: Debian's, else ~/.cache, downloaded once."""
+    mean: list[float] = field(default_factory=lambda: [0.2860])
+    """Per channel, on pixels scaled to [0, 1]; of the training split."""
+    std: list[float] = field(default_factory=lambda: [0.3530])
+    """Per channel; of the training split."""
+    augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_hflip=True))
+
+
+@dataclass(kw_only=True, slots=True)
+class SyntheticConfig(DataConfig):
+    name: str = "synthetic"
+    mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
+    """Per channel, on pixels scaled to [0, 1]."""
+    std: list[float] = field(default_factory=lambda: [0.25, 0.25, 0.25])
+    """Per channel."""
+    num_train: int = 4096
+    """Number of training images."""
+    num_eval: int = 512
+    """Number of evaluation images."""
+    channels: int = 3
+    """Number of channels; mean and std must have as many values."""
+    height: int = 32
+    """Height of the images in pixels."""
+    width: int = 32
+    """Width of the images in pixels."""
+    num_classes: int = 10
+    """Number of classes, 2 to 256."""
+    seed: int = 0
+    """Seed of the random images."""
+
+    def __post_init__(self) -> None:
+        DataConfig.__post_init__(self)
+        for key in ("num_train", "num_eval", "channels", "height", "width"):
+            require_positive(f"data.{key}", getattr(self, key))
+        require(2 <= self.num_classes <= 256, f"data.num_classes={self.num_classes} must be 2 to 256")
+        require(
+            len(self.mean) == self.channels,
+            f"data.mean={self.mean} must have one value per channel, and so must data.std: "
+            f"data.channels={self.channels}",
+        )
+        self.augment.check_image_size(self.height, self.width)
+
+
+register_dataset("digits", DigitsConfig, builder="ddp_trainer.data.datasets.digits:build_digits")
+register_dataset(
+    "fashion_mnist", FashionMnistConfig, builder="ddp_trainer.data.datasets.fashion_mnist:build_fashion_mnist"
+)
+register_dataset("synthetic", SyntheticConfig, builder="ddp_trainer.data.datasets.synthetic:build_synthetic")

@@ -1,0 +1,246 @@
+"""What is wrong with the user's input, in one line: key and value, the rule, the fix.
+
+`check_overrides` refuses what Hydra would report in its own words; `format_config_error` words what Hydra and
+OmegaConf raise while a config is composed.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from ddp_trainer import registry
+from ddp_trainer.config.errors import MUST_BE, ConfigError, TransientError, require
+from ddp_trainer.config.schema import Config
+
+HELP = "--help lists the keys"
+
+
+def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None:
+    """Check overrides before Hydra composes them.
+
+    Raises:
+        ConfigError: one of them removes or adds a key that it must not, or has several values or none.
+        OverrideParseException: one of them is not of the form key=value.
+    """
+    known = known_keys()
+    for override in OverridesParser.create().parse_overrides(list(arguments)):
+        key, text = override.key_or_group, override.input_line or override.key_or_group
+        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+            continue
+        if override.type is OverrideType.DEL:
+            fix = f"set it instead, {key}=…" if key in known else HELP
+            raise ConfigError(f"{text} removes a key that {'is needed' if key in known else 'does not exist'}: {fix}")
+        require(
+            multirun or not override.is_sweep_override(),
+            f"{text} has several values: add --multirun to run each, "
+            f"or make it a list, '{key}=[{text.partition('=')[2]}]'",
+        )
+        require(
+            override.type is not OverrideType.ADD or key not in known,
+            f"{text} adds a key that exists: write {key}=… to change it",
+        )
+        if key in (*registry.groups(), "experiment"):
+            require(_is_choice(override), f"{text} is not a valid choice: {choose(key)}")
+        require(not key.startswith("experiment."), f"{text} is unknown: set the key itself, without experiment.")
+
+
+def _is_choice(override: Override) -> bool:
+    if override.is_sweep_override():
+        return True
+    value = override.value()
+    names = value if isinstance(value, list) else [value]
+    return all(isinstance(name, str) and name != "???" for name in names)
+
+
+def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """Return in one line what is wrong; `arguments` are those of the command line, to quote from."""
+    cause = error.__cause__ or error.__context__
+    match error:
+        case ConfigError() | TransientError() | registry.PluginError():
+            return str(error)
+        case OverrideParseException():
+            return f"{error.override!r} cannot be read: write key=value without spaces, and quote special characters"
+        case MissingConfigException():
+            return _unknown_choice(error)
+        case ConfigCompositionException() if isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
+            return _file(error) + format_config_error(cause, arguments)
+        case ConfigKeyError() | ConfigAttributeError():
+            return _unknown_key(error, arguments)
+        case MissingMandatoryValue():
+            key = error.full_key or _first_line(error).rpartition(" ")[2]
+            return f"{key} is missing: {choose(key) if key in registry.groups() else 'give it a value'}"
+        case InterpolationResolutionError():
+            return f"{_quote(error.full_key, arguments)} cannot be resolved: {_first_line(error)}"
+        case ValidationError():
+            return _wrong_type(error, arguments)
+        case OmegaConfBaseException():
+            return f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
+        case _:
+            return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).partition(". value: ")[0]
+
+
+def _quote(key: str | None, arguments: Sequence[str]) -> str:
+    """Return the argument that sets `key` as the user wrote it, or just `key` if a file sets it."""
+    for argument in reversed(arguments):
+        set_key = argument.partition("=")[0].lstrip("+~")
+        if key and (set_key == key or set_key.startswith(f"{key}.")):
+            return argument
+    return key or "the config"
+
+
+def _file(error: ConfigCompositionException) -> str:
+    """Return ``"experiment/mine.yaml: "`` if a file is at fault; Hydra has its name in the message only."""
+    before, quoted, rest = str(error).partition("'")
+    return f"{rest.partition(quoted)[0]}.yaml: " if before == "In " and quoted else ""
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+def choose(group: str) -> str:
+    """Return the advice to choose one of the choices of `group`."""
+    if group == "experiment":
+        return "name a file of conf/experiment, or leave it out"
+    return f"choose from {', '.join(sorted(registry.choices(group)))}"
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = sorted(error.options or (registry.choices(group) if _is_group(group) else ()))
+    if not options:
+        return _first_line(error)
+    near = get_close_matches(choice, options, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return f"{group}={choice} is not a valid choice: choose from {', '.join(options)}{hint}"
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def known_keys() -> dict[str, Any]:
+    """Return the type of every key that a config may have under some choice of groups, by dotted name."""
+    keys: dict[str, Any] = {}
+
+    def add(schema: Any, prefix: str) -> None:
+        for name, hint in _types(schema).items():
+            keys[prefix + name] = hint
+            if not prefix and name in registry.groups():
+                for choice in registry.choices(name).values():
+                    add(choice.schema, f"logger.{choice.name}." if name == "logger" else f"{name}.")
+            elif is_dataclass(hint):
+                add(hint, f"{prefix}{name}.")
+
+    add(Config, "")
+    return keys
+
+
+def _types(schema: Any) -> dict[str, Any]:
+    hints = get_type_hints(schema)
+    return {field.name: hints[field.name] for field in fields(schema)}
+
+
+def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
+    key = error.full_key or str(error.key)
+    if key == "experiment":
+        return "it must begin with the line # @package _global_ to set keys of the whole config"
+    text, known = _quote(key, arguments), known_keys()
+    group, _, name = key.rpartition(".")
+    schema = error.object_type
+    by_schema = {choice.schema: choice.name for choice in registry.choices(group).values()} if _is_group(group) else {}
+    if schema in by_schema and key in known:
+        others = [other for its_schema, other in by_schema.items() if name in _types(its_schema)]
+        return f"{text} does not go with {group}={by_schema[schema]}: it is a key of {group}={_listed(others)}"
+    siblings = sorted(field.name for field in fields(schema)) if group and is_dataclass(schema) else []
+    if near := _near(key, known, siblings):
+        return f"{text} is unknown: did you mean {_listed(near)}?"
+    if siblings:
+        where = f"{group}={by_schema[schema]}" if schema in by_schema else group
+        return f"{text} is unknown: {where} has {', '.join(siblings)}"
+    return f"{text} is unknown: {HELP}"
+
+
+def _is_group(name: str) -> bool:
+    return name in registry.groups()
+
+
+def _near(key: str, known: dict[str, Any], siblings: Sequence[str]) -> list[str]:
+    """Return up to three similar keys: with a similar spelling, or the same name in another group."""
+    group, _, name = key.rpartition(".")
+    if siblings:
+        near = [f"{group}.{sibling}" for sibling in get_close_matches(name, siblings)]
+    else:
+        near = get_close_matches(key, [other for other in known if "." not in other], cutoff=0.7)
+    return near or [other for other in known if other.rpartition(".")[2] == name][:3]
+
+
+def _listed(items: Sequence[str]) -> str:
+    """Return ``"a, b or c"``."""
+    return " or ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
+# --- types --------------------------------------------------------------------------------------
+
+
+def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
+    key = (error.full_key or "").partition("[")[0]
+    hint = known_keys().get(key)
+    if hint is None:
+        return f"{_quote(key, arguments)} is not valid: {_first_line(error)}"
+    text = _quote(key, arguments)
+    if text == key:
+        text = f"{key}={error.value}"
+    if is_dataclass(hint):
+        rule = choose(key) if _is_group(key) else f"set {key}.{_listed([field.name for field in fields(hint)])}"
+        return f"{text} replaces a whole section: {rule}"
+    return f"{text} must be {_must_be(key) or in_words(hint)}"
+
+
+def _must_be(key: str) -> str | None:
+    """Return the rule of a key in the metadata of its field, if it has one."""
+    group, _, name = key.rpartition(".")
+    schemas = [choice.schema for choice in registry.choices(group).values()] if _is_group(group) else [Config]
+    rules = (schema.__dataclass_fields__[name].metadata for schema in schemas if name in schema.__dataclass_fields__)
+    return next((rule[MUST_BE] for rule in rules if MUST_BE in rule), None)
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+
+def in_words(hint: Any) -> str:
+    """Return what a value of the type `hint` is called."""
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(choice.name for choice in hint)}"
+    if get_origin(hint) in (types.UnionType, Union):
+        return _listed([in_words(part) for part in get_args(hint)])
+    if get_origin(hint) is list:
+        return "a list of numbers, such as [0.5, 0.5]" if get_args(hint) == (float,) else "a list, such as [a, b]"
+    if get_origin(hint) is dict:
+        return "a section"
+    return _WORDS.get(hint, "of another type")

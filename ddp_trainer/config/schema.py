@@ -1,0 +1,221 @@
+"""The root of the config: one training run, with a choice of each group, and the rules that keys obey together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from ddp_trainer import registry
+from ddp_trainer.config.data import DataConfig, DigitsConfig
+from ddp_trainer.config.errors import MUST_BE, flatten_keys, require, require_positive
+from ddp_trainer.config.loggers import JsonlConfig, LoggerConfig, TensorBoardConfig
+from ddp_trainer.config.models import ModelConfig, ResNet18Config
+from ddp_trainer.config.optimizers import OptimizerConfig, SGDConfig
+from ddp_trainer.config.schedulers import CosineConfig, SchedulerConfig
+from ddp_trainer.config.sync import DDPConfig, SyncConfig
+
+DEFAULT_NAME = "${data.name}-${model.name}-${sync.name}"
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
+
+
+class Precision(Enum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Backend(Enum):
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class Resume(Enum):
+    auto = "auto"
+    never = "never"
+    must = "must"
+
+
+class OnNonfinite(Enum):
+    stop = "stop"
+    skip = "skip"
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every_steps: int | None = None
+    """Save after each so many optimizer steps, besides each epoch's end; null: epoch ends only."""
+    every_seconds: float | None = None
+    """Save when so much time has passed since the last save, by rank 0's clock; null: never."""
+    keep_last: int = 3
+    """How many step checkpoints stay on disk."""
+    keep_best: bool = True
+    """Keep the checkpoint of the highest eval/top1 as best.pt."""
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "every_seconds", "keep_last"):
+            require_positive(f"checkpoint.{key}", getattr(self, key))
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """One training run. Batch sizes are global: the share of a rank is derived from them."""
+
+    model: ModelConfig = field(default_factory=ResNet18Config)
+    data: DataConfig = field(default_factory=DigitsConfig)
+    optimizer: OptimizerConfig = field(default_factory=SGDConfig)
+    scheduler: SchedulerConfig = field(default_factory=CosineConfig)
+    sync: SyncConfig = field(default_factory=DDPConfig)
+    logger: dict[str, LoggerConfig] = field(
+        default_factory=lambda: {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}
+    )
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    name: str = DEFAULT_NAME
+    """The run directory is <output_dir>/<name>."""
+    output_dir: str = "outputs"
+    """The folder of run directories."""
+    seed: int = 0
+    """Seed of the initial weights, the sample order and the augmentation; 0 to 2^63 - 1."""
+    epochs: int = 10
+    """Passes over the training split; the last incomplete global batch of each is dropped."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, counted over all launches; evaluate and save. null: train all epochs."""
+    global_batch_size: int = 256
+    """Samples per optimizer step over all ranks and gradient accumulation steps."""
+    eval_batch_size: int = 1024
+    """Samples per evaluation batch over all ranks; changes speed and memory, never the result."""
+    gradient_accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step; more of them need less memory."""
+    precision: Precision = Precision.auto
+    """auto: bf16 where the hardware of every rank multiplies it, else fp32."""
+    channels_last: bool | str = field(default="auto", metadata={MUST_BE: "auto, true or false"})
+    """Memory layout NHWC; auto: true."""
+    compile: bool = False
+    """Compile the model by torch.compile: slower to start, faster a step."""
+    deterministic: bool = False
+    """Deterministic algorithms only: needed on a GPU for bitwise equal runs; a CPU run is bitwise equal without."""
+    num_threads: int | str = field(default="auto", metadata={MUST_BE: "auto or 1 to 1024"})
+    """Threads per rank; auto: usable cores / local ranks, whatever OMP_NUM_THREADS is."""
+    device: Device = Device.auto
+    """auto: cuda where there is one."""
+    backend: Backend = Backend.auto
+    """auto: nccl on cuda, gloo on cpu."""
+    timeout_seconds: int = 120
+    """How long a collective may take before the job is ended."""
+    label_smoothing: float = 0.0
+    """Share, in [0, 1), of the target that is spread evenly over all classes."""
+    max_grad_norm: float | None = None
+    """Gradients are scaled down to this norm; null: never."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
+    log_every_steps: int = 20
+    """Optimizer steps between two log points; only there, and once a second, the host waits for the device."""
+    resume: Resume = Resume.auto
+    """auto: resume from the newest checkpoint if there is one; must: there has to be one; never: start from step 0."""
+
+    def __post_init__(self) -> None:
+        if self.name == DEFAULT_NAME:  # composed by Hydra it is resolved already
+            self.name = f"{self.data.name}-{self.model.name}-{self.sync.name}"
+        for key in ("epochs", "max_steps", "global_batch_size", "eval_batch_size", "gradient_accumulation_steps",
+                    "timeout_seconds", "max_grad_norm", "log_every_steps"):  # fmt: skip
+            require_positive(key, getattr(self, key))
+        for key, allowed in (("num_threads", range(1, 1025)), ("channels_last", (True, False))):
+            value, rule = getattr(self, key), Config.__dataclass_fields__[key].metadata[MUST_BE]
+            require(value == "auto" or value in allowed, f"{key}={value} must be {rule}")
+        require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must be in [0, 1)")
+        require(0 <= self.seed < 2**63, f"seed={self.seed} must be 0 to 2^63 - 1")
+        require(
+            self.timeout_seconds <= MAX_TIMEOUT_SECONDS,
+            f"timeout_seconds={self.timeout_seconds} must be at most {MAX_TIMEOUT_SECONDS}, a week",
+        )
+        for key, value in flatten_keys(asdict(self)).items():
+            for number in value if isinstance(value, list) else [value]:
+                require(not isinstance(number, float) or math.isfinite(number), f"{key}={value} must be finite")
+                require(not isinstance(number, int) or abs(number) < 2**63, f"{key}={value} must be below 2^63")
+        self._check_names()
+        self._check_together()
+
+    def _check_names(self) -> None:
+        require(
+            self.name not in ("", ".", "..") and "/" not in self.name and self.name.isprintable(),
+            f"name={self.name!r} must be one plain name, without /: it is the run's folder in output_dir",
+        )
+        require(self.output_dir != "", "output_dir= is empty: give a folder, . is this one")
+        for group, key, chosen in self.choices():
+            choice = registry.find(group, type(chosen))
+            require(
+                choice is not None,
+                f"{key}={chosen.name} has no schema: begin its YAML with defaults: "
+                f"[{next(iter(registry.choices(group)))}, _self_]",
+            )
+            assert choice is not None
+            require(
+                chosen.name == choice.name,
+                f"{key}.name={chosen.name} must stay {choice.name}: for another choice write {group}={chosen.name}",
+            )
+
+    def choices(self) -> list[tuple[str, str, Any]]:
+        """Return (group, key, schema object) of what is chosen; of loggers there may be several."""
+        single = [(group, group, getattr(self, group)) for group in registry.groups() if group != "logger"]
+        return [*single, *(("logger", f"logger.{name}", chosen) for name, chosen in self.logger.items())]
+
+    def _check_together(self) -> None:
+        sync = self.sync
+        require(
+            self.global_batch_size >= self.gradient_accumulation_steps,
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at most "
+            f"global_batch_size={self.global_batch_size}",
+        )
+        require(
+            self.scheduler.warmup_epochs <= self.epochs,
+            f"scheduler.warmup_epochs={self.scheduler.warmup_epochs} must be at most epochs={self.epochs}",
+        )
+        require(
+            self.backend is not Backend.nccl or self.device is not Device.cpu,
+            "backend=nccl is for GPUs and device=cpu: use backend=gloo, or device=cuda",
+        )
+        require(
+            self.on_nonfinite is OnNonfinite.stop or self.optimizer.skips_nonfinite,
+            f"on_nonfinite=skip needs an optimizer that can leave out an update and optimizer={self.optimizer.name} "
+            "cannot: use optimizer=sgd or adamw, or on_nonfinite=stop",
+        )
+        require(
+            self.precision is not Precision.fp16 or sync.supports_fp16,
+            f"precision=fp16 needs all gradients on every rank to scale the loss, and sync={sync.name} has only "
+            "its own there: use precision=bf16, or sync=ddp",
+        )
+        require(
+            (self.precision is not Precision.bf16 or sync.supports_bf16)
+            and (not self.compile or sync.supports_compile),
+            f"sync={sync.name} runs the model in threads, where bf16 autocast and a compiled model do not work: "
+            "use precision=fp32 and compile=false, or sync=ddp",
+        )
+
+    def check_world_size(self, world_size: int) -> None:
+        """Check what depends on the world size; before ranks wait for each other.
+
+        Raises:
+            ConfigError: a rank would have too few samples, or the strategy is for one process.
+        """
+        require(
+            self.global_batch_size >= world_size,
+            f"global_batch_size={self.global_batch_size} must be at least the world size, {world_size}: "
+            "each rank needs a sample, so raise it or start fewer ranks",
+        )
+        share = self.global_batch_size // world_size
+        require(
+            self.gradient_accumulation_steps <= share,
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at most the {share} samples of a "
+            f"rank: lower it, or raise global_batch_size={self.global_batch_size}",
+        )
+        self.sync.check_world_size(world_size)

@@ -1,0 +1,183 @@
+"""The group ``sync``: how the replicas of a model are kept equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+from omegaconf import MISSING
+
+from ddp_trainer.config.errors import FREE, MUST_BE, require, require_positive
+from ddp_trainer.registry import register_sync
+
+CAPS_MB = (25, 4)
+MAX_CAP_MB = 2**20
+MIN_BUCKETS = 8
+"""bucket_cap_mb=auto is the largest cap that gives so many buckets: with fewer, less communication overlaps."""
+
+
+class CommHook(Enum):
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+
+
+class Bucket(Enum):
+    parameter = "parameter"
+    flat = "flat"
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncConfig:
+    single_process: ClassVar[bool] = False
+    """Whether it is for one process only."""
+    point_to_point: ClassVar[bool] = False
+    """Whether it sends between single ranks, which gloo cannot do for tensors on a GPU."""
+    supports_fp16: ClassVar[bool] = True
+    """Whether every rank sees all gradients before the optimizer steps, which loss scaling needs."""
+    supports_bf16: ClassVar[bool] = True
+    supports_compile: ClassVar[bool] = True
+
+    name: str = MISSING
+
+    def check_world_size(self, world_size: int) -> None:
+        """Check whether the strategy can run on `world_size` ranks.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        require(
+            world_size == 1 or not self.single_process,
+            f"sync={self.name} is for one process and there are {world_size} ranks: use sync=ddp, or start one "
+            f"process, python -m ddp_trainer sync={self.name}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class NoSyncConfig(SyncConfig):
+    single_process: ClassVar[bool] = True
+
+    name: str = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class DDPConfig(SyncConfig):
+    name: str = "ddp"
+    bucket_cap_mb: int | str = field(default="auto", metadata={MUST_BE: f"auto or 1 to {MAX_CAP_MB}", FREE: True})
+    """Gradients travel in buckets of this many MiB, the first while backward still runs; auto: by the model's size."""
+    comm_hook: CommHook = CommHook.none
+    """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
+    powersgd_rank: int = 2
+    """Rank of powersgd's factors; a higher one is closer to the gradient."""
+    powersgd_warmup_steps: int = 100
+    """Backward passes of each launch before PowerSGD compresses, including the two of `prime_ddp`."""
+
+    def __post_init__(self) -> None:
+        cap = self.bucket_cap_mb
+        require(
+            cap == "auto" or (isinstance(cap, int) and 0 < cap <= MAX_CAP_MB),
+            f"sync.bucket_cap_mb={cap} must be auto or 1 to {MAX_CAP_MB}",
+        )
+        require_positive("sync.powersgd_rank", self.powersgd_rank)
+        require(
+            self.powersgd_warmup_steps >= 2,
+            f"sync.powersgd_warmup_steps={self.powersgd_warmup_steps} must be at least 2",
+        )
+
+    def cap_mb(self, gradient_bytes: float) -> int:
+        """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
+
+        auto is a function of the model alone, because buckets decide the order of sums and a run that is to resume
+        bit by bit needs the same. powersgd has one bucket: each sends three messages, two of them from callbacks,
+        which gloo runs when a message arrives, so that ranks could order the messages of two buckets differently.
+        """
+        if self.comm_hook is CommHook.powersgd:
+            return int(gradient_bytes / 2**20) + 1
+        if isinstance(self.bucket_cap_mb, int):
+            return self.bucket_cap_mb
+        return next((cap for cap in CAPS_MB if gradient_bytes >= MIN_BUCKETS * cap * 2**20), CAPS_MB[-1])
+
+
+@dataclass(kw_only=True, slots=True)
+class AllReduceConfig(SyncConfig):
+    name: str = "allreduce"
+    bucket: Bucket = Bucket.flat
+    """flat: all gradients in one message; parameter: one at a time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RingConfig(SyncConfig):
+    point_to_point: ClassVar[bool] = True
+
+    name: str = "ring"
+
+
+@dataclass(kw_only=True, slots=True)
+class ParameterServerConfig(SyncConfig):
+    point_to_point: ClassVar[bool] = True
+    supports_fp16: ClassVar[bool] = False
+
+    name: str = "parameter_server"
+    num_servers: int = field(default=1, metadata={FREE: True})
+    """How many ranks, from 0 on, own parameters besides training; 1 to the world size."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.num_servers", self.num_servers)
+
+    def check_world_size(self, world_size: int) -> None:
+        require(
+            self.num_servers <= world_size,
+            f"sync.num_servers={self.num_servers} must be at most the world size, {world_size}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalSGDConfig(SyncConfig):
+    supports_fp16: ClassVar[bool] = False
+
+    name: str = "local_sgd"
+    every_steps: int = 8
+    """Optimizer steps between two averages; an epoch's end is one too."""
+
+    def __post_init__(self) -> None:
+        require_positive("sync.every_steps", self.every_steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplicasConfig(SyncConfig):
+    single_process: ClassVar[bool] = True
+
+    name: str = "replicas"
+    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata={FREE: True})
+    """The device of each replica: all cpu, or cuda:0, cuda:1 and so on."""
+
+    def __post_init__(self) -> None:
+        is_cpu = all(device == "cpu" for device in self.devices)
+        is_cuda = all(device.startswith("cuda:") and device[5:].isdecimal() for device in self.devices)
+        require(
+            len(self.devices) > 0 and (is_cpu or is_cuda),
+            f"sync.devices={self.devices} must all be cpu, or all be cuda:0, cuda:1 and so on",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class DataParallelConfig(SyncConfig):
+    single_process: ClassVar[bool] = True
+    supports_bf16: ClassVar[bool] = False
+    supports_compile: ClassVar[bool] = False
+
+    name: str = "data_parallel"
+
+
+register_sync("ddp", DDPConfig, builder="ddp_trainer.sync.ddp:DDPSync")
+register_sync("none", NoSyncConfig, builder="ddp_trainer.sync.none:build_none")
+register_sync("allreduce", AllReduceConfig, builder="ddp_trainer.sync.allreduce:AllReduceSync")
+register_sync("ring", RingConfig, builder="ddp_trainer.sync.ring:RingSync")
+register_sync(
+    "parameter_server", ParameterServerConfig, builder="ddp_trainer.sync.parameter_server:ParameterServerSync"
+)
+register_sync("local_sgd", LocalSGDConfig, builder="ddp_trainer.sync.local_sgd:LocalSGDSync")
+register_sync("replicas", ReplicasConfig, builder="ddp_trainer.sync.replicas:ReplicasSync")
+register_sync("data_parallel", DataParallelConfig, builder="ddp_trainer.sync.data_parallel:DataParallelSync")

@@ -1,0 +1,95 @@
+"""Augmentation of whole batches: parameters are drawn once an epoch for every position, and applied by index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.distributed.seeding import generator
+
+
+@dataclass(slots=True)
+class AugmentationParams:
+    """The augmentation of the image at each position of an epoch; None: no augmentation of that kind."""
+
+    offsets: Tensor | None = None
+    """int64 [N, 2]: row and column where the crop of the padded image begins."""
+    flips: Tensor | None = None
+    """bool [N]: mirrored."""
+    boxes: Tensor | None = None
+    """int64 [N, 4]: top, left, bottom, right of the blanked rectangle, empty where top equals bottom."""
+
+    def to(self, device: torch.device) -> AugmentationParams:
+        """Return these parameters on `device`."""
+        return AugmentationParams(
+            *(None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes))
+        )
+
+    def at(self, positions: slice) -> AugmentationParams:
+        """Return the parameters of some positions."""
+        return AugmentationParams(
+            *(None if t is None else t[positions] for t in (self.offsets, self.flips, self.boxes))
+        )
+
+
+class Augmentation:
+    """Random crop, horizontal flip and erasing for images of `height` × `width` pixels."""
+
+    def __init__(self, config: AugmentConfig, *, height: int, width: int, seed: int) -> None:
+        self.config, self.height, self.width, self.seed = config, height, width, seed
+
+    def draw(self, count: int, *, epoch: int) -> AugmentationParams:
+        """Draw for all `count` positions of an epoch: a function of (seed, epoch, position) alone."""
+        params, pad = AugmentationParams(), self.config.random_crop_padding
+        if pad:
+            crop = generator(self.seed, epoch=epoch, purpose="crop")
+            params.offsets = torch.randint(2 * pad + 1, (count, 2), generator=crop)
+        if self.config.random_hflip:
+            flip = generator(self.seed, epoch=epoch, purpose="flip")
+            params.flips = torch.rand(count, generator=flip) < 0.5
+        if self.config.random_erasing:
+            params.boxes = self._draw_boxes(count, epoch)
+        return params
+
+    def _draw_boxes(self, count: int, epoch: int) -> Tensor:
+        """Draw rectangles of 2 to 33 % of the area and aspect 0.3 to 3.3.
+
+        Source: Zhong et al., Random Erasing Data Augmentation, 2017 (arXiv 1708.04896).
+        """
+        u = torch.rand(5, count, generator=generator(self.seed, epoch=epoch, purpose="erase"))
+        area = (0.02 + 0.31 * u[0]) * self.height * self.width
+        aspect = torch.exp((2 * u[1] - 1) * torch.log(torch.tensor(3.3)))
+        rows = (area * aspect).sqrt().round().clamp(1, self.height) * (u[2] < self.config.random_erasing)
+        columns = (area / aspect).sqrt().round().clamp(1, self.width)
+        top = (u[3] * (self.height - rows + 1)).floor()
+        left = (u[4] * (self.width - columns + 1)).floor()
+        return torch.stack([top, left, top + rows, left + columns], dim=1).long()
+
+    def pad(self, images: Tensor) -> Tensor:
+        """Return `images` [N, C, H, W] with the border of zeros that random crops may include."""
+        pad = self.config.random_crop_padding
+        return torch.nn.functional.pad(images, (pad, pad, pad, pad)) if pad else images
+
+    def crop(self, padded: Tensor, ids: Tensor, params: AugmentationParams) -> Tensor:
+        """Gather, crop and flip. padded: [N, C, H+2p, W+2p], ids: [B] -> [B, C, H, W], dtype kept."""
+        if params.offsets is None:
+            images = padded[ids]
+        else:
+            windows = padded.unfold(2, self.height, 1).unfold(3, self.width, 1)  # a view: [N, C, 2p+1, 2p+1, H, W]
+            images = windows[ids, :, params.offsets[:, 0], params.offsets[:, 1]]
+        if params.flips is not None:
+            images = torch.where(params.flips[:, None, None, None], images.flip(-1), images)
+        return images
+
+    def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:
+        """Set each image's rectangle to zero, the mean of normalized images. images: [B, C, H, W] float."""
+        if params.boxes is None:
+            return images
+        top, left, bottom, right = params.boxes[:, :, None, None].unbind(1)
+        rows = torch.arange(self.height, device=images.device)[None, :, None]
+        columns = torch.arange(self.width, device=images.device)[None, None, :]
+        inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+        return images.masked_fill(inside[:, None], 0.0)

@@ -1,0 +1,199 @@
+"""Data sets: what a builder returns, the held-out validation split, and the fingerprint of the samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from ddp_trainer import registry
+from ddp_trainer.config.data import DataConfig
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.distributed.seeding import generator
+
+
+@dataclass(slots=True)
+class ImageTensors:
+    """A split that is kept in memory, on the device. images: uint8 [N, C, H, W] in 0 … 255, labels: int64 [N]."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+Split = ImageTensors | Dataset[Any]
+"""A map-style data set of (uint8 [C, H, W] tensor or PIL image, int) is streamed."""
+
+
+@dataclass
+class Datasets:
+    """The training split, the split to evaluate on, and the names of the classes."""
+
+    train: Split
+    eval: Split
+    class_names: Sequence[str]
+
+    @cached_property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of the images."""
+        return shape_of(self.train)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the samples: of all bytes in memory; of a streamed split its length and some of its samples.
+
+        A map-style data set may have a method ``fingerprint() -> str`` of its own, which is used instead.
+        """
+        digest = hashlib.sha256(repr(list(self.class_names)).encode())
+        for split in (self.train, self.eval):
+            for part in fingerprint_parts(split):
+                digest.update(part)
+        return digest.hexdigest()
+
+    def check(self) -> None:
+        """Check the splits: all of the samples in memory, and the first sample of those that are streamed.
+
+        Raises:
+            ValueError: one of them does not fit.
+        """
+        for name, split in (("train", self.train), ("eval", self.eval)):
+            if not isinstance(split, Sized):
+                raise ValueError(f"{name} must be ImageTensors or a map-style data set, and has no length")
+            if len(split) == 0:
+                raise ValueError(f"{name} has no sample")
+            if isinstance(split, ImageTensors):
+                check_tensors(split, num_classes=len(self.class_names))
+        if shape_of(self.eval) != self.image_shape:
+            raise ValueError(f"images must have one shape: train has {self.image_shape} and eval {shape_of(self.eval)}")
+
+
+def build_datasets(config: DataConfig) -> Datasets:
+    """Return the data set that `config` chooses, with a validation split in place of the test split if it asks for one.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the images do not fit the config.
+    """
+    datasets = registry.build("data", config, returns=Datasets)
+    try:
+        datasets.check()
+    except ValueError as error:
+        raise ConfigError(f"data={config.name}: {error}") from error
+    if config.validation_fraction:
+        datasets = hold_out(datasets, config.validation_fraction)
+    channels, height, width = datasets.image_shape
+    require(
+        len(config.mean) == channels,
+        f"data.mean={config.mean} must have one value per channel, and so must data.std: "
+        f"the images of data={config.name} have {channels}",
+    )
+    config.augment.check_image_size(height, width)
+    return datasets
+
+
+def check_tensors(split: ImageTensors, *, num_classes: int) -> None:
+    """Check types, shapes and labels.
+
+    Raises:
+        ValueError: one of them does not fit.
+    """
+    images, labels = split.images, split.labels
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise ValueError(f"labels must be int64 [{len(images)}] and are {labels.dtype} {list(labels.shape)}")
+    if labels.min() < 0 or labels.max() >= num_classes:
+        raise ValueError(f"labels must be 0 to {num_classes - 1} and are {labels.min()} to {labels.max()}")
+
+
+def num_samples(split: Split) -> int:
+    """Return the number of samples of a split."""
+    return len(split)  # type: ignore[arg-type]  # map-style data sets have a length
+
+
+def shape_of(split: Split) -> tuple[int, int, int]:
+    """Return (channels, height, width) of the first image of a split."""
+    channels, height, width = (split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]).shape
+    return channels, height, width
+
+
+def read_sample(dataset: Dataset[Any], index: int) -> tuple[Tensor, int]:
+    """Return the image, uint8 [C, H, W], and the label of a sample of a map-style data set.
+
+    Raises:
+        RuntimeError: it cannot be read; names the sample.
+        ValueError: it is something else; names the sample.
+    """
+    name = sample_name(dataset, index)
+    try:
+        image, label = dataset[index]
+        if not isinstance(image, Tensor):  # a PIL image: [H, W] or [H, W, C]
+            image = torch.from_numpy(np.array(image))
+            image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
+        label = int(label)
+    except Exception as error:  # a data set's code may raise anything
+        raise RuntimeError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    if image.dtype != torch.uint8 or image.ndim != 3:
+        raise ValueError(
+            f"{name} must be a uint8 tensor [C, H, W] or a PIL image and is {image.dtype} {list(image.shape)}: "
+            "leave scaling and normalization to data.mean and data.std"
+        )
+    return image, label
+
+
+def sample_name(dataset: Dataset[Any], index: int) -> str:
+    """Return the name of a sample in messages: that in the whole data set, if a part of it was held out."""
+    if type(dataset) is Subset:
+        dataset, index = dataset.dataset, dataset.indices[index]
+    return f"sample {index} of {type(dataset).__name__}"
+
+
+def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
+    """Yield what identifies the samples of a split."""
+    if type(split) is Subset:
+        yield np.array(split.indices).tobytes()
+        split = split.dataset
+    if isinstance(split, ImageTensors):
+        yield repr(tuple(split.images.shape)).encode()
+        yield split.images.contiguous().numpy().data
+        yield split.labels.numpy().data
+    elif callable(own := getattr(split, "fingerprint", None)):
+        yield str(own()).encode()
+    else:
+        count = num_samples(split)
+        yield str(count).encode()
+        for index in sorted({0, count // 2, count - 1}):
+            image, label = read_sample(split, index)
+            yield image.contiguous().numpy().tobytes() + str(label).encode()
+
+
+def hold_out(datasets: Datasets, fraction: float) -> Datasets:
+    """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed.
+
+    Raises:
+        ConfigError: one of the parts would be empty.
+    """
+    order = torch.randperm(num_samples(datasets.train), generator=generator(0, purpose="validation"))
+    count = round(fraction * len(order))
+    require(
+        0 < count < len(order),
+        f"data.validation_fraction={fraction} of {len(order)} training images leaves one of the "
+        "splits empty: choose another",
+    )
+    train, held_out = (select(datasets.train, ids.sort().values) for ids in (order[count:], order[:count]))
+    return Datasets(train=train, eval=held_out, class_names=datasets.class_names)
+
+
+def select(split: Split, ids: Tensor) -> Split:
+    """Return the samples `ids`, int64 [n], of a split."""
+    if isinstance(split, ImageTensors):
+        return ImageTensors(split.images[ids], split.labels[ids])
+    return Subset(split, ids.tolist())

@@ -1,0 +1,1 @@
+"""The data sets, one file each: ``build_x(config) -> Datasets``."""

@@ -1,0 +1,29 @@
+"""Noise around one random pattern per class: images of any shape, which a model can learn."""
+
+from __future__ import annotations
+
+import torch
+
+from ddp_trainer.config.data import SyntheticConfig
+from ddp_trainer.data.dataset import Datasets, ImageTensors
+from ddp_trainer.distributed.seeding import generator
+
+
+def build_synthetic(config: SyntheticConfig) -> Datasets:
+    """Return images that are a function of the config alone, the same on every rank."""
+    shape = (config.channels, config.height, config.width)
+    patterns = torch.randint(
+        256, (config.num_classes, *shape), dtype=torch.uint8, generator=generator(config.seed, purpose="patterns")
+    )
+
+    def split(count: int, purpose: str) -> ImageTensors:
+        random = generator(config.seed, purpose=purpose)
+        labels = torch.randint(config.num_classes, (count,), generator=random)
+        noise = torch.randint(256, (count, *shape), dtype=torch.uint8, generator=random)
+        return ImageTensors(noise // 2 + patterns[labels] // 2, labels)
+
+    return Datasets(
+        train=split(config.num_train, "train"),
+        eval=split(config.num_eval, "eval"),
+        class_names=[f"class {number}" for number in range(config.num_classes)],
+    )

@@ -1,0 +1,158 @@
+"""The loaders of a run: batches of this rank, augmented and normalized on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_trainer.config.data import DataConfig
+from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Split
+from ddp_trainer.data.resident import ResidentReader
+from ddp_trainer.data.sampler import GlobalBatchSampler
+from ddp_trainer.data.streaming import SampleReader
+from ddp_trainer.distributed.process_group import World
+
+Reader = ResidentReader | SampleReader
+
+
+class Batch(NamedTuple):
+    """One rank's share of a global batch."""
+
+    images: Tensor
+    """float32 [B, C, H, W], normalized."""
+    labels: Tensor
+    """int64 [B]."""
+    ids: Tensor
+    """int64 [B]: the positions of the samples in the data set."""
+
+
+class Normalize:
+    """Turn uint8 pixels into floats of mean 0 and deviation 1, in the memory format of the model."""
+
+    def __init__(
+        self, mean: list[float], std: list[float], *, device: torch.device, memory_format: torch.memory_format
+    ) -> None:
+        deviation = torch.tensor(std, device=device)[:, None, None]
+        self.scale = 1 / (255 * deviation)
+        self.shift = -torch.tensor(mean, device=device)[:, None, None] / deviation
+        self.memory_format = memory_format
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return the normalized images. pixels: uint8 [B, C, H, W] -> float32 [B, C, H, W]."""
+        images = pixels.to(torch.float32, memory_format=self.memory_format)
+        return images.mul_(self.scale).add_(self.shift)
+
+
+class TrainLoader:
+    """Training batches: whole batches are cropped, mirrored and erased at once.
+
+    Iterating yields this rank's batches of the sampler's epoch, from its cursor on.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        sampler: GlobalBatchSampler,
+        augmentation: Augmentation,
+        normalize: Normalize,
+        device: torch.device,
+    ) -> None:
+        self.reader, self.sampler = reader, sampler
+        self.augmentation, self.normalize, self.device = augmentation, normalize, device
+
+    def __iter__(self) -> Iterator[Batch]:
+        sampler, augmentation = self.sampler, self.augmentation
+        order = sampler.order()
+        on_device = order.to(self.device)
+        params = augmentation.draw(len(order), epoch=sampler.epoch).to(self.device)
+        rows = torch.arange(sampler.local_batch_size, device=self.device)
+        shares = [sampler.positions(step) for step in range(sampler.step, sampler.steps_per_epoch)]
+        is_resident = isinstance(self.reader, ResidentReader)
+        ids = (on_device[share] if is_resident else order[share] for share in shares)
+        for share, (pixels, labels) in zip(shares, self.reader.read(ids), strict=True):
+            changes = params.at(share)
+            padded = augmentation.pad(pixels.to(self.device, non_blocking=True))
+            images = augmentation.erase(self.normalize(augmentation.crop(padded, rows, changes)), changes)
+            yield Batch(images, labels.to(self.device, non_blocking=True), on_device[share])
+
+
+class EvaluationLoader:
+    """Each sample of the evaluation split once, over all ranks: rank r takes every W-th from r, unpadded."""
+
+    def __init__(
+        self, reader: Reader, *, batch_size: int, rank: int, world_size: int, normalize: Normalize, device: torch.device
+    ) -> None:
+        self.reader, self.normalize, self.device = reader, normalize, device
+        self.ids = torch.arange(len(reader))[rank::world_size]  # none for a rank past the last sample
+        self.local_batch_size = max(1, batch_size // world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        parts = self.ids.split(self.local_batch_size) if len(self.ids) else ()
+        for ids, (pixels, labels) in zip(parts, self.reader.read(parts), strict=True):
+            yield Batch(self.normalize(pixels.to(self.device)), labels.to(self.device), ids.to(self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """What a run iterates over."""
+
+    train: TrainLoader
+    eval: EvaluationLoader
+    image_shape: tuple[int, int, int]
+    """Channels, height and width of the images in a batch."""
+    class_names: list[str]
+    preprocessing: dict[str, Any]
+    """What a model expects of its input; saved in checkpoints."""
+    fingerprint: str
+    """A digest of the samples of both splits."""
+
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """The sampler of the training batches."""
+        return self.train.sampler
+
+
+def build_loaders(
+    datasets: Datasets,
+    config: DataConfig,
+    *,
+    world: World,
+    seed: int,
+    global_batch_size: int,
+    eval_batch_size: int,
+    memory_format: torch.memory_format,
+) -> Loaders:
+    """Return the loaders of this rank for the two splits."""
+    channels, height, width = datasets.image_shape
+    normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
+
+    def reader(split: Split) -> Reader:
+        if isinstance(split, ImageTensors):
+            return ResidentReader(split, device=world.device)
+        shape, num_classes = datasets.image_shape, len(datasets.class_names)
+        return SampleReader(split, image_shape=shape, num_classes=num_classes, num_workers=config.num_workers)
+
+    train, evaluation = reader(datasets.train), reader(datasets.eval)
+    sampler = GlobalBatchSampler(
+        train, global_batch_size=global_batch_size, num_replicas=world.world_size, rank=world.rank, seed=seed
+    )
+    augmentation = Augmentation(config.augment, height=height, width=width, seed=seed)
+    return Loaders(
+        train=TrainLoader(
+            train, sampler=sampler, augmentation=augmentation, normalize=normalize, device=world.device
+        ),
+        eval=EvaluationLoader(
+            evaluation, batch_size=eval_batch_size, rank=world.rank, world_size=world.world_size,
+            normalize=normalize, device=world.device,
+        ),
+        image_shape=(channels, height, width),
+        class_names=list(datasets.class_names),
+        preprocessing={"mean": config.mean, "std": config.std, "image_shape": [channels, height, width]},
+        fingerprint=datasets.fingerprint,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The report of a failure: its text, and the error file through which torchrun prints it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_trainer.distributed.environment import Environment
+
+REPORTED = "reported by FailureMonitor"
+"""The note of an error that needs no other report."""
+RESUME_NEVER = re.compile(r""" +(['"]?)\+{0,2}resume=never\1(?= |$)""")
+
+
+def report_failure(error: Exception, environment: Environment) -> None:
+    """Report `error` with its traceback, unless a `FailureMonitor` has reported it or its root cause."""
+    if REPORTED not in getattr(error, "__notes__", ()):
+        report("".join(traceback.format_exception(error)), environment, since=time.time())
+
+
+def report(text: str, environment: Environment, *, since: float) -> None:
+    """Write `text` to the error file; without torchrun or without disk space, to stderr."""
+    with suppress(OSError):
+        if environment.error_file is not None:
+            return write_error_file(environment.error_file, text, since=since)
+    with suppress(OSError):  # stderr may be closed
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_error_file(path: str, text: str, *, since: float) -> None:
+    """Write `text` in torchrun's format. torchrun prints the file with the lowest `since` (unix seconds)."""
+    details = {"py_callstack": text, "timestamp": str(int(since))}
+    temporary = Path(f"{path}.writing")
+    temporary.write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": details}}))
+    temporary.replace(path)
+
+
+def error_lines(error: Exception) -> list[str]:
+    """Return the type, message and place of `error`."""
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    message = " ".join(str(error).split())[:300]
+    return [f"{type(error).__name__}: {message}", *(f"at {f.filename}:{f.lineno} in {f.name}" for f in frames)]
+
+
+def command_to_continue(environment: Environment) -> str:
+    """Return the command line that resumes this run: the one that started it, without resume=never."""
+    command = environment.command
+    if command is None:
+        command = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
+        num_nodes = environment.world_size // environment.local_world_size
+        nodes = f" --nnodes={num_nodes} …" if num_nodes > 1 else ""
+        torchrun = f"torchrun{nodes} --nproc_per_node={environment.local_world_size}"
+        command = f"{torchrun if environment.under_torchrun else 'python'} {command}"
+    return RESUME_NEVER.sub("", command)

@@ -1,0 +1,43 @@
+"""Settings of the memory allocator and of the garbage collector that make steps and starts faster."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt, from glibc's malloc.h."""
+
+
+def keep_freed_memory() -> None:
+    """Set glibc's allocator to keep freed memory, so that each step reuses the activations' memory of the step before.
+
+    By default a block of more than 128 KiB is returned to the system and mapped again, with a page fault for every
+    4 KiB. Does nothing where the C library is not glibc.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the largest value that glibc accepts
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def disable_gc() -> Iterator[None]:
+    """Disable garbage collection inside the context, because importing torch takes 0.5 s less CPU time without it.
+
+    If torch was imported inside, later collections skip all objects of that moment. They do not skip later ones: a DDP
+    module that is never collected aborts the interpreter at exit.
+    """
+    was_enabled, had_torch = gc.isenabled(), "torch" in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not had_torch and "torch" in sys.modules:
+            gc.freeze()
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,111 @@
+"""torchrun with an exit code to act upon: ``python -m ddp_trainer.launch.agent [torchrun's options] -m ddp_trainer …``.
+
+It exits with 2 if the rank that failed first has refused the user's input, which it has printed; torchrun itself
+always exits with 1. It adds ``--rdzv-backend=bound``: torchrun's static rendezvous, with a store that listens on one
+address. The store of ``--rdzv-backend=static`` listens on all network interfaces; that of ``c10d``, and of
+``--standalone``, also does, and executes pickles that any client can put there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.run import main as torchrun
+
+from ddp_trainer.config.errors import FAILURE, USER_ERROR
+
+QUIET = ("multiprocessing.api", "agent.server.api")
+"""Loggers that repeat that a rank has failed, or warn that the first node has ended before this one."""
+JOIN_SECONDS = 600
+
+
+class BoundRendezvous(StaticTCPRendezvous):
+    """``--rdzv-backend=bound --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=R,timeout=SECONDS``.
+
+    The store of node 0 listens on ADDRESS only; on a single node PORT may be 0, which is any free port.
+    """
+
+    def get_backend(self) -> str:
+        return "bound"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank == 0 and self._store is None:
+            server = listen(self.master_addr, self.master_port)
+            self.master_port = server.getsockname()[1]
+            self._store = TCPStore(
+                self.master_addr, self.master_port, self.world_size, is_master=True, timeout=self.timeout,
+                multi_tenant=True, master_listen_fd=server.detach(),
+            )  # fmt: skip
+        return super().next_rendezvous()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address of `host`, its IPv4 address if it has one.
+
+    Raises:
+        SystemExit: the port is taken, or `host` is not this host.
+    """
+    try:
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, *_, address = min(answers, key=lambda answer: answer[0] != socket.AF_INET)
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        print(
+            f"error: torchrun's store cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose "
+            "another port, or end the program that has it",
+            file=sys.stderr,
+        )
+        sys.exit(FAILURE)
+
+
+def create_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
+    """Return the rendezvous of this node."""
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
+    rank, timeout = int(parameters.get("rank", 0)), int(parameters.get("timeout", JOIN_SECONDS))
+    return BoundRendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
+
+
+def root_cause(rank: int, failure: ProcessFailure) -> str:
+    """Return in one line why a rank failed; the line begins with "error: " unless the rank has printed such a line."""
+    message: Any = failure.message
+    if isinstance(message, dict):  # the content of its error file
+        lines = message["extraInfo"]["py_callstack"].splitlines()
+        if lines[0].startswith("Traceback"):
+            return f"error: {lines[-1]}"
+        return f"error: {': '.join(line for line in lines[:2] if not line.startswith('last good checkpoint'))}"
+    if failure.exitcode < 0:
+        return f"error: rank {rank} was ended by a signal ({message})"
+    return f"rank {rank} exited with code {failure.exitcode}; it, or a rank of another node, has printed the reason"
+
+
+def main() -> None:
+    """Run torchrun, and exit with the code of the rank that failed first if that is 2, else with 1."""
+    for name in QUIET:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    rendezvous_handler_registry.register("bound", create_rendezvous)
+    try:
+        torchrun()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == USER_ERROR:
+            sys.exit(USER_ERROR)
+        if isinstance(failure.message, dict):
+            print(error, file=sys.stderr)
+        print(root_cause(rank, failure), file=sys.stderr)
+        sys.exit(FAILURE)
+    except DistError as error:
+        print(f"error: torchrun's store on node 0 does not answer: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(FAILURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""A job file: one config, composed and checked once, for all ranks on all nodes and for every restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ddp_trainer.config.composition import from_builtins
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.schema import Config
+from ddp_trainer.distributed.files import replace_text
+
+
+def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
+    """Write the job file that `read_job` reads; `config` is the config as builtins.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    replace_text(path, json.dumps({"run_dir": str(run_dir), "config": config}, indent=1) + "\n")
+
+
+def read_job(path: Path) -> tuple[Config, Path]:
+    """Return the config and the run directory of a job file.
+
+    Raises:
+        ConfigError: there is no job file at `path`, or its config breaks a rule.
+        OmegaConfBaseException: its config has an unknown key, or a value of another type.
+    """
+    try:
+        job: dict[str, Any] = json.loads(path.read_text())
+        return from_builtins(job["config"]), Path(job["run_dir"])
+    except OSError as error:
+        raise ConfigError(
+            f"job_file={path} cannot be read ({error.strerror}): it must be on a disk that all nodes share"
+        ) from error
+    except ConfigError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"job_file={path} is not a job file: write one with python -m ddp_trainer freeze {path}"
+        ) from error

@@ -1,0 +1,14 @@
+"""Hydra launchers: a sweep whose jobs are processes of their own, on this machine or on a SLURM cluster."""
+
+from __future__ import annotations
+
+from hydra.core.config_store import ConfigStore
+
+from ddp_trainer.launch.launchers.slurm import SlurmLauncherConfig
+from ddp_trainer.launch.launchers.torchrun import TorchrunLauncherConfig
+
+
+def register_launchers() -> None:
+    """Register ``hydra/launcher=torchrun`` and ``slurm``; not in hydra_plugins, which every Hydra program imports."""
+    for name, schema in (("torchrun", TorchrunLauncherConfig), ("slurm", SlurmLauncherConfig)):
+        ConfigStore.instance().store(group="hydra/launcher", name=name, node=schema)

@@ -1,0 +1,147 @@
+"""The base class of the launchers: it composes and checks the jobs of a sweep, and returns their results."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_trainer.config.composition import job_dir, to_config
+from ddp_trainer.config.errors import ConfigError, JobError, require
+from ddp_trainer.config.messages import format_config_error
+from ddp_trainer.config.schema import Config, Device
+from ddp_trainer.distributed.environment import read_environment
+from ddp_trainer.training.summary import Status, Summary
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One job of a sweep, and its result."""
+
+    number: int
+    label: str
+    """Its name in messages: its number and the overrides that differ between jobs."""
+    config: Config
+    run_dir: Path
+    result: float | JobError | None = None
+    """Best top-1, or the reason why there is none; None: it has not run yet."""
+
+    def finish(self, failure: str | None) -> None:
+        """Set `result` from summary.json, or to an error if the job was stopped or there is a `failure`."""
+        try:
+            summary = None if failure else Summary.from_json((self.run_dir / "summary.json").read_text())
+        except OSError as error:
+            summary, failure = None, f"summary.json cannot be read: {error.strerror}"
+        if summary is not None and summary.status is not Status.stopped:
+            self.result = summary.best_top1
+        else:
+            failure = failure or "stopped before its end, with a checkpoint saved"
+            self.result = JobError(f"{self.label} in {self.run_dir}: {failure}")
+
+
+class JobLauncher(Launcher):
+    """Composes and checks jobs, runs them by `run` and returns the best top-1 of each."""
+
+    NAME: str
+    """The choice of ``hydra/launcher``."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Prepare for `launch`; raise ConfigError if this process is a rank of torchrun. Hydra calls this once."""
+        require(
+            not read_environment().under_torchrun,
+            f"hydra/launcher={self.NAME} starts a torchrun for each job: start the sweep with plain "
+            "python -m ddp_trainer, or leave it out to run the jobs one after another under this torchrun",
+        )
+        self.config = config
+        self.loader: ConfigLoader = hydra_context.config_loader
+
+    @abstractmethod
+    def world_size(self, device: Device) -> int:
+        """Return the number of ranks of a job that uses `device`; raise ConfigError if the options do not allow it."""
+
+    @abstractmethod
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run and finish all `jobs`; one that fails must not end the others. Exit if the user stops the sweep."""
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs of one batch. Jobs with a bad config are reported before the others start.
+
+        Raises:
+            ConfigError, OmegaConfBaseException, HydraException: the configs of all jobs are bad.
+        """
+        jobs: dict[Path, Job] = {}
+        outcomes = [
+            self.compose(list(overrides), number, jobs)
+            for number, overrides in enumerate(job_overrides, initial_job_idx)
+        ]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, JobError)]
+        if errors and not jobs:
+            raise errors[0].__cause__ or errors[0]
+        for error in errors:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        self.run(list(jobs.values()))
+        results = [outcome if isinstance(outcome, JobError) else outcome.result for outcome in outcomes]
+        if failed := [str(result) for result in results if isinstance(result, JobError)]:
+            print(f"{len(failed)} of {len(results)} jobs failed: {'; '.join(failed)}", file=sys.stderr, flush=True)
+        return [
+            FailedReturn(overrides, status=JobStatus.FAILED, _return_value=result)
+            if isinstance(result, JobError)
+            else JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=result)
+            for result, overrides in zip(results, job_overrides, strict=True)
+        ]
+
+    def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
+        """Return the job of `overrides`, added to `jobs` by its run directory, or why it cannot run.
+
+        A sampler may propose the same job twice: the second is the first, with one result.
+        """
+        swept = [override for override in overrides if override not in self.config.hydra.overrides.task]
+        label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
+        try:
+            composed = self.loader.load_sweep_config(self.config, overrides)
+            with open_dict(composed):
+                composed.hydra.job.id = composed.hydra.job.num = number
+            HydraConfig.instance().set_config(composed)
+            settings = copy.deepcopy(composed)
+            with open_dict(settings):
+                del settings["hydra"]
+            config = to_config(settings)
+            config.check_world_size(self.world_size(config.device))
+            job = Job(number=number, label=label, config=config, run_dir=job_dir(config.output_dir, config.name))
+            first = jobs.setdefault(job.run_dir, job)
+            require(
+                first.config == config,
+                f"{job.run_dir} is the run directory of {first.label} too: sweep over keys that change the training",
+            )
+            return first
+        except (ConfigError, OmegaConfBaseException, HydraException) as error:
+            failure = JobError(f"{label} cannot run: {format_config_error(error, overrides)}")
+            failure.__cause__ = error
+            return failure
+
+
+class FailedReturn(JobReturn):
+    """The return of a failed job: it raises the error where a sweeper asks for the value; Hydra's prints it again."""
+
+    @property
+    def return_value(self) -> Any:  # type: ignore[override]
+        raise self._return_value
+
+
+def last_error(output: str) -> str | None:
+    """Return the last error message in the output of a launch; None if there is none."""
+    errors = [line.removeprefix("error: ") for line in output.splitlines() if line.startswith("error: ")]
+    return errors[-1] if errors else None

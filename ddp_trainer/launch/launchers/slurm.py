@@ -1,0 +1,159 @@
+"""``hydra/launcher=slurm``: an sbatch of launch/slurm.sbatch for each job of a sweep.
+
+Not built on submitit, because that sends pickled functions through a script and a requeueing of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_trainer.config.composition import config_digest, config_dir, to_builtins
+from ddp_trainer.config.errors import ConfigError, TransientError, require_positive
+from ddp_trainer.config.schema import Device
+from ddp_trainer.launch.job_file import write_job
+from ddp_trainer.launch.launchers.base import Job, JobLauncher, last_error
+
+
+@dataclass
+class SlurmLauncherConfig:
+    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null leaves a choice to SLURM and the script."""
+
+    _target_: str = "hydra_plugins.ddp_trainer.SlurmLauncher"
+    nodes: int = 1
+    """Nodes of a job."""
+    gpus_per_node: int | None = None
+    """GPUs on each node, one rank per GPU."""
+    ntasks_per_node: int | None = None
+    """Ranks on each node without GPUs."""
+    cpus_per_task: int | None = None
+    """Cores of a rank."""
+    time: str | None = None
+    """Time limit of a job in minutes, or 'hours:minutes:seconds'; a job that is not finished is requeued."""
+    partition: str | None = None
+    """The queue of the jobs."""
+    sbatch_args: list[str] = field(default_factory=list)
+    """More arguments of sbatch, such as --account=me."""
+    poll_seconds: float = 5.0
+    """Seconds between two queries for the jobs that have not ended."""
+
+
+class SlurmLauncher(JobLauncher):
+    """Submits each job and waits until all have left SLURM's queue.
+
+    Ctrl-C ends the waiting and not the jobs; the same command waits for them again.
+    """
+
+    NAME = "slurm"
+
+    def __init__(self, sbatch_args: Sequence[str], poll_seconds: float, **options: Any) -> None:
+        self.sbatch_args, self.poll_seconds, self.options = list(sbatch_args), poll_seconds, options
+
+    def world_size(self, device: Device) -> int:
+        for option in ("nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task"):
+            require_positive(f"hydra.launcher.{option}", self.options[option])
+        require_positive("hydra.launcher.poll_seconds", self.poll_seconds)
+        return self.options["nodes"] * (self.options["gpus_per_node"] or self.options["ntasks_per_node"] or 1)
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        submitted: dict[str, Job] = {}
+        try:
+            queued = queued_jobs()
+            for job in jobs:
+                try:
+                    submitted[self.submit(job, queued)] = job
+                except ConfigError as error:
+                    if not submitted:
+                        raise
+                    job.finish(str(error))
+            self.wait(submitted)
+        except KeyboardInterrupt:
+            ids = " ".join(submitted)
+            print(f"SLURM continues with {ids}: to end them, scancel {ids}; the same command waits again", flush=True)
+            sys.exit(1)
+
+    def submit(self, job: Job, queued: dict[str, str]) -> str:
+        """Return the SLURM id of a job; it is not submitted again if its name is among the `queued` ones."""
+        job_file, log = files_of(job)
+        if job_file.stem in queued:
+            print(f"{job.label}: already in SLURM as {queued[job_file.stem]}, {log}", flush=True)
+            return queued[job_file.stem]
+        job_file.parent.mkdir(parents=True, exist_ok=True)
+        write_job(job_file, to_builtins(job.config), job.run_dir)
+        log.unlink(missing_ok=True)  # SLURM appends to it, because a job may be requeued
+        options = {"job_name": job_file.stem, "output": log} | self.options
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
+        script = config_dir().parent / "launch" / "slurm.sbatch"
+        job_id = slurm("sbatch", "--parsable", *flags, *self.sbatch_args, str(script), f"base={job_file}")
+        job_id = job_id.partition(";")[0]  # after it, the name of the cluster
+        print(f"{job.label}: SLURM job {job_id}, {log}", flush=True)
+        return job_id
+
+    def wait(self, submitted: dict[str, Job]) -> None:
+        """Finish each job when it ends and remove it from `submitted`, until there are none."""
+        while submitted:
+            time.sleep(self.poll_seconds)
+            try:
+                queued = set(queued_jobs().values())
+            except TransientError:  # the controller is busy or being restarted; it keeps the jobs
+                continue
+            for job_id in submitted.keys() - queued:
+                job = submitted.pop(job_id)
+                job.finish(failure_of(job_id, files_of(job)[1]))
+                print(f"{job.label}: {job.result if isinstance(job.result, Exception) else 'done'}", flush=True)
+
+
+def files_of(job: Job) -> tuple[Path, Path]:
+    """Return the job file and the log of a job. Their stem is its name in SLURM, a function of config and run_dir."""
+    digest = hashlib.sha256(f"{config_digest(job.config)} {job.run_dir.absolute()}".encode()).hexdigest()
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest[:12]}"
+    folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
+    return folder / f"{name}.json", folder / f"{name}.log"
+
+
+def failure_of(job_id: str, log: Path) -> str | None:
+    """Return why a job that has left the queue failed; None if it did not, or if SLURM has no record of it."""
+    try:
+        state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
+    except TransientError:
+        return None
+    if state in ("COMPLETED", ""):
+        return None
+    error = last_error(log.read_text(errors="replace")) if log.exists() else None
+    return error or f"SLURM job {job_id} ended as {state}, see {log}"
+
+
+def queued_jobs() -> dict[str, str]:
+    """Return the ids of this user's jobs that have not ended, by name."""
+    lines = slurm("squeue", "--me", "--noheader", "--format=%i %j").splitlines()
+    return {name: job_id for job_id, _, name in (line.partition(" ") for line in lines)}
+
+
+def slurm(*command: str) -> str:
+    """Return the output of a SLURM command, run with this Python and outside of the job that this process may be in.
+
+    Raises:
+        ConfigError: it is not installed, or sbatch refuses the job.
+        TransientError: SLURM does not answer.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    variables = {"DDP_TRAINER_PYTHON": sys.executable} | kept
+    try:
+        done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=120)
+    except FileNotFoundError:
+        raise ConfigError(f"hydra/launcher=slurm needs {command[0]}, which is missing: use a login node") from None
+    except subprocess.TimeoutExpired:
+        raise TransientError(f"{command[0]} has not answered for 120 s: is slurmctld running?") from None
+    if done.returncode != 0:
+        error = ConfigError if command[0] == "sbatch" else TransientError
+        raise error(f"hydra/launcher=slurm: {' '.join(done.stderr.split()) or shlex.join(command)}")
+    return done.stdout.strip()

@@ -1,0 +1,79 @@
+"""Host names, addresses and ports as this host sees them. Imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ddp_trainer.config.errors import ConfigError, TransientError
+
+T = TypeVar("T")
+
+
+def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
+    """Return ``function()``; raise TimeoutError after `timeout` seconds, and leave it to a thread that dies at exit."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # `future.result` raises it
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future.result(timeout)
+
+
+def resolve(name: str, *, timeout: float) -> str:
+    """Return the address of the host `name`, IPv4 if it has one; ConfigError if it is unknown, or TransientError."""
+    try:
+        answers = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout)
+        return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+        is_silent = isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN
+        cause = "the name server does not answer" if is_silent else "unknown name"
+    raise (TransientError if is_silent else ConfigError)(
+        f"head {name!r} does not resolve on this host ({cause}): give its address, or a name that every node knows"
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether `address` means, on every host, that host itself."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this host from which it sends to `address`; raise TransientError if there is no route."""
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing: the kernel only looks up the route
+        except OSError as error:
+            raise TransientError(
+                f"this host has no route to the head's address {address} ({error.strerror}): is it in the same "
+                "network? ip route shows the routes"
+            ) from None
+        return probe.getsockname()[0]
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on `address` alone; port 0 is any free port."""
+    return socket.create_server((address, port), family=_family(address), backlog=1024)
+
+
+def check_port(address: str, port: int, failure: str) -> None:
+    """Raise TransientError if this host cannot connect to a port that the system has chosen on another one."""
+    try:
+        socket.create_connection((address, port), timeout=4).close()
+    except OSError:
+        raise TransientError(
+            f"{failure} at {address}:{port}, and ranks connect to each other on ports that the system chooses: let all "
+            "ports pass the firewall between the nodes"
+        ) from None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,66 @@
+"""``logger=tensorboard``: scalars, texts, pictures and hyperparameters as TensorBoard's event files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_trainer.config.loggers import TensorBoardConfig
+from ddp_trainer.loggers.base import Logger, Value
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(Logger):
+    """Writes ``tensorboard/`` in the run directory. After a failed write, on a full disk say, a new file is begun."""
+
+    def __init__(self, config: TensorBoardConfig, run_dir: Path) -> None:
+        self.folder = run_dir / "tensorboard"
+        self.purge_step: int | None = None
+        self.writer: SummaryWriter | None = None
+
+    def start(self, step: int) -> None:
+        # For the first launch too: one that was killed before its first checkpoint starts again from step 0.
+        self.purge_step = step + 1
+
+    def scalars(self, values: Mapping[str, Value], step: int) -> None:
+        def add(writer: SummaryWriter) -> None:
+            for tag, value in values.items():
+                if not isinstance(value, str):
+                    writer.add_scalar(tag, value, step)
+
+        self._write(add)
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        from PIL import Image
+        from torchvision.transforms.v2.functional import pil_to_tensor  # slow to import, and only rank 0 needs it
+
+        self._write(lambda writer: writer.add_image(tag, pil_to_tensor(Image.open(BytesIO(png)).convert("RGB")), step))
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self._write(lambda writer: writer.add_text(tag, text, step))
+
+    def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
+        plain = {
+            key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in config.items()
+        }
+        self._write(lambda writer: writer.add_hparams(plain, dict(results), run_name="."))
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def _write(self, add: Callable[[SummaryWriter], None]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
+
+        if self.writer is None:
+            self.writer = SummaryWriter(self.folder, purge_step=self.purge_step)
+            self.purge_step = None
+        try:
+            add(self.writer)
+        except Exception:  # raised by the writer's thread at a former call; that thread has ended
+            self.writer = None
+            raise

@@ -1,0 +1,118 @@
+"""The time of a step by phase: waiting for data, forward and backward, exposed communication, the optimizer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+PHASES = {
+    "data": "data_wait",
+    "forward/backward": "forward_backward",
+    "gradient sync": "communication",
+    "optimizer": "optimizer",
+    "between steps": "other",
+}
+"""The phases of a step, with the names that they have in tags."""
+
+Instant = float | torch.cuda.Event
+
+
+class StepTimer:
+    """The time of a log window by phase, from the host's clock on a CPU and from events of the stream on a GPU.
+
+    Communication is the part that does not overlap with computing: for DDP the time from the last gradient to the end
+    of backward, for a strategy that communicates after backward all of it.
+    """
+
+    def __init__(self, device: torch.device, model: nn.Module) -> None:
+        self.is_cuda = device.type == "cuda"
+        self.rates: list[float] = []
+        """Images per second of each window so far, over all ranks."""
+        # The gradient of the first parameter is ready last, because backward goes from a model's end to its beginning.
+        # Frozen parameters have none.
+        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        if first is not None:
+            first.register_post_accumulate_grad_hook(self._gradients_ready)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a window."""
+        self.began, self.steps = time.perf_counter(), 0
+        self.intervals: list[tuple[str, Instant, Instant]] = []
+        self.phase, self.since, self.ready = "between steps", self._now(), None
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin `phase`, one of `PHASES`."""
+        now = self._now()
+        if self.phase == "forward/backward" and self.ready is not None:
+            self.intervals += [(self.phase, self.since, self.ready), ("gradient sync", self.ready, now)]
+        else:
+            self.intervals.append((self.phase, self.since, now))
+        self.phase, self.since, self.ready = phase, now, None
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield from `batches`; the time until each is there counts as the data phase."""
+        iterator = iter(batches)
+        while True:
+            self.enter("data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.enter("between steps")
+            self.steps += 1
+            yield batch
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the window began."""
+        return time.perf_counter() - self.began
+
+    def close_window(self, images_per_step: int) -> dict[str, float]:
+        """Return the tags of the window, with `images_per_step` over all ranks, and begin the next window.
+
+        On a GPU this waits for the device.
+        """
+        self.enter("between steps")
+        spent = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in self.intervals:
+            spent[phase] += elapsed(start, end)
+        seconds = self.seconds
+        self.rates.append(self.steps * images_per_step / seconds)
+        tags = {"throughput/images_per_second": self.rates[-1], "time/step_ms": 1e3 * seconds / self.steps}
+        for phase, name in PHASES.items():
+            tags[f"time/{name}_ms"] = 1e3 * spent[phase] / self.steps
+            tags[f"time/{name}_fraction"] = spent[phase] / seconds
+        self.restart()
+        return tags
+
+    def median_rate(self) -> float | None:
+        """Return the median over windows, in images per second; None before the end of the first."""
+        return statistics.median(self.rates) if self.rates else None
+
+    def _now(self) -> Instant:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _gradients_ready(self, _parameter: Tensor) -> None:
+        self.ready = self._now()
+
+
+def elapsed(start: Instant, end: Instant) -> float:
+    """Return the seconds from `start` to `end`; waits for the device if they are its events."""
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - start

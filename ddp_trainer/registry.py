@@ -1,0 +1,182 @@
+"""The choices of each config group by name: a schema and a builder, registered once, by this project and by plug-ins.
+
+A plug-in is a module whose import registers choices. It is found through the entry-point group ``ddp_trainer.plugins``
+or named in the environment variable ``DDP_TRAINER_PLUGINS``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ENTRY_POINTS = "ddp_trainer.plugins"
+
+Builder = TypeVar("Builder", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class PluginError(Exception):
+    """A plug-in cannot be loaded, or does not return what it must; ``str(error)`` is the whole message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice of a group: ``<group>=<name>``."""
+
+    name: str
+    schema: type
+    builder: Callable[..., Any] | str
+    """A function, or ``"package.module:function"``, imported when it is first needed."""
+
+    def build(self, *args: Any, **options: Any) -> Any:
+        """Call the builder. The arguments depend on the group; see docs/extending.md."""
+        if callable(self.builder):
+            return self.builder(*args, **options)
+        module, _, function = self.builder.partition(":")
+        return getattr(import_module(module), function)(*args, **options)
+
+
+_choices: dict[str, dict[str, Choice]] = {
+    group: {} for group in ("model", "data", "optimizer", "scheduler", "sync", "logger")
+}
+_plugins: dict[str, str] = {}
+
+
+def register(
+    group: str, name: str, schema: type, builder: Callable[..., Any] | str | None = None
+) -> Callable[[Builder], Builder]:
+    """Register a choice; without `builder`, return a decorator for the function that builds it.
+
+    Raises:
+        ValueError: the schema or the builder does not fit, or the name is taken.
+    """
+    _check_schema(group, name, schema)
+    taken = _choices[group].get(name)
+    if taken is not None and taken.schema is not schema:
+        raise ValueError(f"{group}={name} is already registered, by {taken.schema.__module__}")
+
+    def add(function: Any) -> Any:
+        if not callable(function) and not re.fullmatch(r"[\w.]+:\w+", function):
+            raise ValueError(f'the builder of {group}={name} must be a function or "package.module:function"')
+        _choices[group][name] = Choice(name, schema, function)
+        return function
+
+    if builder is not None:
+        add(builder)
+    return add
+
+
+def _check_schema(group: str, name: str, schema: type) -> None:
+    field = getattr(schema, "__dataclass_fields__", {}).get("name")
+    if not is_dataclass(schema) or field is None or field.default != name:
+        raise ValueError(f"{schema.__name__} must be a dataclass with the field name: str = {name!r}")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"{group}={name} must consist of letters, digits, _, . and -")
+    first = next(iter(_choices[group].values()), None)
+    base = schema if first is None else first.schema.__mro__[-2]  # -1 is object
+    if base not in schema.__mro__:
+        raise ValueError(f"{schema.__name__} must be a subclass of {base.__name__}")
+    try:
+        OmegaConf.structured(schema)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{schema.__name__}.{error.full_key} is not a type that a config may have: {reason}"
+        ) from error
+
+
+register_model = partial(register, "model")
+register_dataset = partial(register, "data")
+register_optimizer = partial(register, "optimizer")
+register_scheduler = partial(register, "scheduler")
+register_sync = partial(register, "sync")
+register_logger = partial(register, "logger")
+
+
+def groups() -> tuple[str, ...]:
+    """Return the names of the groups."""
+    return tuple(_choices)
+
+
+def choices(group: str) -> Mapping[str, Choice]:
+    """Return the choices of `group` by name, in the order of their registration."""
+    return MappingProxyType(_choices[group])
+
+
+def find(group: str, schema: type) -> Choice | None:
+    """Return the choice whose schema is exactly `schema`, or None."""
+    return next((choice for choice in _choices[group].values() if choice.schema is schema), None)
+
+
+def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
+    """Call the builder of the choice whose schema `config` is an object of, with `config` and the other arguments.
+
+    Raises:
+        PluginError: there is no such choice, or the builder returns something else than an object of `returns`.
+    """
+    choice = find(group, type(config))
+    if choice is None:
+        raise PluginError(f"{type(config).__name__} is not the schema of a choice of {group}: register it")
+    result = choice.build(config, *args, **options)
+    if not isinstance(result, returns):
+        raise PluginError(
+            f"{group}={choice.name}: the builder must return an object of {returns.__name__} and returns one of "
+            f"{type(result).__name__}"
+        )
+    return result
+
+
+def load_plugins(modules: Iterable[str] = ()) -> None:
+    """Import the plug-ins of installed packages and the given `modules`.
+
+    Raises:
+        PluginError: one of them cannot be imported.
+    """
+    for entry in entry_points(group=ENTRY_POINTS):
+        _load(entry.module, version=entry.dist.version if entry.dist else None)
+    for module in modules:
+        _load(module, version=None)
+
+
+def plugin_versions() -> dict[str, str]:
+    """Return the version of each module that has registered choices; of one without any, a digest of its files."""
+    known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
+    modules = {choice.schema.__module__.partition(".")[0] for group in _choices.values() for choice in group.values()}
+    return _plugins | {name: _version(sys.modules[name]) for name in sorted(modules - known)}
+
+
+def _load(name: str, *, version: str | None) -> None:
+    if name in _plugins:
+        return
+    try:
+        module = import_module(name)
+    except Exception as error:  # a plug-in's module may raise anything
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginError(
+            f"plug-in {name} cannot be imported ({cause}): correct or uninstall it, or take it out of "
+            "DDP_TRAINER_PLUGINS"
+        ) from error
+    _plugins[name] = version or _version(module)
+
+
+def _version(module: ModuleType) -> str:
+    if version := getattr(module, "__version__", None):
+        return str(version)
+    file = getattr(module, "__file__", None)  # an interactive session has none
+    files = [Path(file)] if file else []
+    for folder in getattr(module, "__path__", ()):
+        files += sorted(Path(folder).rglob("*.py"))
+    content = b"".join(file.read_bytes() for file in files)
+    return f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"

@@ -1,0 +1,85 @@
+"""Control points: where ranks decide together when to log, to save and to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ddp_trainer.config.schema import CheckpointConfig
+from ddp_trainer.distributed.process_group import World
+from ddp_trainer.training.metrics import MetricSums, NonFinite
+
+CONTROL_SECONDS = 1.0
+"""Control points are at log points, and at least about this often where steps are slow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all ranks do after a step."""
+
+    log: bool
+    save: bool
+    stop: bool
+    diverged: bool
+    """A loss or gradient was not finite since the last control point, on some rank."""
+    loss: float
+    """Mean over all ranks and the steps of the log window so far."""
+    top1: float
+
+
+class ControlPoint:
+    """Decides, alike on all ranks, when to log, save and stop.
+
+    A control point is the only place in an epoch, besides the gradients, where ranks communicate or the host waits
+    for the device: flags and sums travel in one all-reduce.
+    """
+
+    def __init__(
+        self, world: World, *, log_every_steps: int, checkpoint: CheckpointConfig, should_stop: Callable[[], bool]
+    ) -> None:
+        self.world, self.log_every_steps, self.checkpoint = world, log_every_steps, checkpoint
+        self.should_stop = should_stop
+        self.next_step, self.step_seconds = 0, CONTROL_SECONDS
+        self.last_step, self.last_time = 0, time.perf_counter()
+        self.saved_at, self.is_save_postponed = time.perf_counter(), False
+
+    def begin(self, step: int) -> None:
+        """Begin an epoch, or its rest, after optimizer step `step`. The first step after it is a control point."""
+        self.next_step, self.last_step, self.last_time = step, step, time.perf_counter()
+
+    def saved(self) -> None:
+        """Restart the clock of ``checkpoint.every_seconds``."""
+        self.saved_at, self.is_save_postponed = time.perf_counter(), False
+
+    def postpone_save(self, step: int) -> None:
+        """Decide to save again after the next step, because replicas are not equal after optimizer step `step`."""
+        self.is_save_postponed, self.next_step = True, step + 1
+
+    def decide(self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite) -> Decision | None:
+        """Return what to do after optimizer step `step`, the same on every rank; None: no control point is due."""
+        every = self.checkpoint.every_steps
+        log = is_last or step % self.log_every_steps == 0
+        save = self.is_save_postponed or (every is not None and step % every == 0)
+        if not (log or save or step >= self.next_step):
+            return None
+        flags = torch.tensor(self.local_flags(), dtype=torch.float64).to(self.world.device, non_blocking=True)
+        total = self.world.all_reduce(torch.cat([flags, nonfinite.flag, sums.vector])).tolist()
+        stop, save_now, step_seconds, diverged, loss, correct, count = total
+        now = time.perf_counter()  # the device has finished
+        self.step_seconds = (now - self.last_time) / max(1, step - self.last_step)
+        self.last_time, self.last_step = now, step
+        self.next_step = step + max(1, int(CONTROL_SECONDS / step_seconds))
+        return Decision(
+            log=log, save=save or save_now > 0, stop=stop > 0, diverged=diverged > 0,
+            loss=loss / max(1, count), top1=correct / max(1, count),
+        )  # fmt: skip
+
+    def local_flags(self) -> list[float]:
+        """Return this rank's addends: the stop flag; on rank 0 also the save flag and the seconds per step."""
+        every = self.checkpoint.every_seconds
+        is_time_to_save = every is not None and time.perf_counter() - self.saved_at >= every
+        stop = float(self.should_stop())
+        return [stop, float(is_time_to_save), self.step_seconds] if self.world.is_main else [stop, 0.0, 0.0]

@@ -1,0 +1,139 @@
+"""Sums and counts, the digest of samples, and the checks that values are finite and replicas equal."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.distributed.process_group import World
+
+
+class DivergedError(RuntimeError):
+    """A loss or gradient was not finite."""
+
+
+class DesynchronizedError(RuntimeError):
+    """Replicas that should be equal are not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """Mean loss and accuracy over `count` samples; the loss is None before the first evaluation."""
+
+    loss: float | None = None
+    top1: float = 0.0
+    count: int = 0
+
+
+class MetricSums:
+    """Sums of loss and correct answers on the device; read only at control points and in an evaluation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.vector = torch.zeros(3, dtype=torch.float64, device=device)
+        """float64 [3]: sum of losses, number of correct answers, number of samples."""
+
+    def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch. loss_sum: [], logits: [B, C], labels: [B]."""
+        self.vector[0] += loss_sum
+        self.vector[1] += (logits.argmax(1) == labels).sum()
+        self.vector[2] += len(labels)
+
+    def reset(self) -> None:
+        """Set all sums to zero."""
+        self.vector.zero_()
+
+
+class SampleDigest:
+    """A digest of the sample at each position of an epoch, as a sum, so that the digests of ranks can be added.
+
+    Two epochs with equal digests used the same samples in the same global batches, whatever the world size.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.vector = torch.zeros(2, dtype=torch.int64, device=device)
+        """int64 [2]: sum of the hashes (wrapping around), number of samples."""
+
+    def add(self, ids: Tensor, *, step: int) -> None:
+        """Add the samples `ids`, int64 [B], used at step `step` of the epoch."""
+        mixed = (ids + step * 0x1000003) * -0x61C8864680B583EB  # the golden ratio's odd multiplier
+        mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47  # as in splitmix64, with arithmetic shifts
+        self.vector[0] += (mixed ^ (mixed >> 32)).sum()
+        self.vector[1] += len(ids)
+
+    @staticmethod
+    def text(total: int) -> str:
+        """Return a digest as 16 hexadecimal digits."""
+        return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+class NonFinite:
+    """Notes the first step whose loss or gradient is not finite, without waiting for the device."""
+
+    NEVER = 2**62
+
+    def __init__(self, device: torch.device) -> None:
+        self.first = torch.full((), self.NEVER, dtype=torch.int64, device=device)
+        """int64 []: the first such step, or NEVER."""
+
+    def check(self, values: Tensor, *, step: int) -> None:
+        """Note optimizer step `step` if any of `values` is not finite."""
+        self.first = torch.where(torch.isfinite(values.sum()), self.first, self.first.clamp(max=step))
+
+    @property
+    def flag(self) -> Tensor:
+        """float64 [1]: 1 after such a step, else 0."""
+        return (self.first < self.NEVER).double()[None]
+
+    def fail(self, world: World, *, lr: float) -> NoReturn:
+        """Raise `DivergedError` with the first such step on any rank. Collective: every rank must call this."""
+        step = min(world.all_gather_object(int(self.first)))
+        raise DivergedError(
+            f"the loss or gradient of step {step} is not finite (lr {lr:g}): lower optimizer.lr, "
+            "set max_grad_norm, or set on_nonfinite=skip to leave such updates out"
+        )
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """Return an int64 [] that changes with any single bit of the (float32 or int64) `tensors`."""
+    total = torch.zeros((), dtype=torch.int64)
+    for number, tensor in enumerate(tensors):
+        bits = tensor.detach().contiguous().view(-1)
+        bits = bits.view(torch.int32).long() if bits.is_floating_point() else bits
+        odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
+        total = total.to(bits.device) + (bits * odd).sum() * (2 * number + 1)
+    return total
+
+
+def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
+    """Check that the parameters of `model` are bitwise equal on all ranks. Collective: every rank must call this.
+
+    Raises:
+        DesynchronizedError: on all ranks, when one has other parameters than the rest.
+    """
+    integers = (buffer for buffer in model.buffers() if not buffer.is_floating_point())
+    own = fingerprint([*model.parameters(), *integers])[None]
+    prints = [int(other) for other in world.all_gather(own)]
+    usual = max(prints, key=prints.count)
+    if odd := [rank for rank, value in enumerate(prints) if value != usual]:
+        raise DesynchronizedError(
+            f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
+            f"step {step}: nothing was saved; the cause is faulty memory, or code that treats ranks differently"
+        )
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak that `peak_memory_mb` returns on a GPU; that of resident memory cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak of this rank's memory in MiB: on a GPU what torch allocated, else resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,110 @@
+"""The optimizers, built from their configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+
+from ddp_trainer import registry
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.optimizers import AdamWConfig, LAMBConfig, LARSConfig, OptimizerConfig, SGDConfig
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int) -> Optimizer:
+    """Return the optimizer that `config` chooses, at its peak learning rate, for the parameters that need gradients.
+
+    Raises:
+        ConfigError: its library is not installed, or no parameter needs a gradient.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no parameter that needs a gradient: nothing can be trained")
+    choice = registry.find("optimizer", type(config))
+    assert choice is not None
+    return choice.build(config, trainable, lr=config.scaled_lr(global_batch_size))
+
+
+def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> SGD:
+    """Return torch's fused SGD with its momentum at zero, because a first step that is skipped leaves it unset."""
+    optimizer = SGD(
+        parameters,
+        lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov,
+        fused=True,
+    )
+    if config.momentum > 0:
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def build_adamw(config: AdamWConfig, parameters: list[Parameter], *, lr: float) -> AdamW:
+    """Return torch's fused AdamW."""
+    beta1, beta2 = config.betas
+    return AdamW(parameters, lr, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+
+def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) -> Optimizer:
+    """Return timm's LARS.
+
+    Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888).
+
+    Raises:
+        ConfigError: timm is not installed.
+    """
+    lars: Any = timm_optimizers().Lars
+    groups = without_decay_of_vectors(parameters, config.weight_decay)
+    return lars(groups, lr, momentum=config.momentum, nesterov=config.nesterov, trust_coeff=config.trust_coefficient)
+
+
+def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) -> Optimizer:
+    """Return timm's LAMB.
+
+    Source: You et al., Large Batch Optimization for Deep Learning, 2020 (arXiv 1904.00962).
+
+    Raises:
+        ConfigError: timm is not installed.
+    """
+    lamb: Any = timm_optimizers().Lamb
+    groups = without_decay_of_vectors(parameters, config.weight_decay)
+    return lamb(groups, lr, betas=tuple(config.betas), eps=config.eps, max_grad_norm=None)
+
+
+def timm_optimizers() -> Any:
+    """Return the module ``timm.optim``, an optional dependency that is slow to import.
+
+    Raises:
+        ConfigError: timm is not installed.
+    """
+    try:
+        import timm.optim
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "optimizer=lars and optimizer=lamb need timm: pip install 'ddp_trainer[large-batch]', or use optimizer=sgd"
+        ) from error
+    return timm.optim
+
+
+def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups in which biases and normalization have no weight decay, and so no trust ratio in timm."""
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def match_layout(optimizer: Optimizer) -> None:
+    """Give the optimizer's state the memory layout of the parameters; it may have been saved with another.
+
+    Fused kernels go through a parameter and its state in the order of memory, without a look at their strides.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,189 @@
+"""One training run from a config: builds its parts, owns the run directory, and closes everything again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_trainer import registry
+from ddp_trainer.checkpoint.run_dir import lock_run_dir
+from ddp_trainer.checkpoint.store import CheckpointStore
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.schema import Config, Resume
+from ddp_trainer.data.dataset import Datasets, num_samples
+from ddp_trainer.distributed.environment import Environment, read_environment
+from ddp_trainer.distributed.failure_monitor import FailureMonitor
+from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.graceful_stop import GracefulStop
+from ddp_trainer.distributed.memory import disable_gc
+from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.seeding import derive_seed
+from ddp_trainer.distributed.versions import installed_versions
+from ddp_trainer.loggers.base import LoggerGroup, build_loggers
+from ddp_trainer.loggers.console import logging_to
+from ddp_trainer.models import build_model
+from ddp_trainer.performance.step_timer import StepTimer
+from ddp_trainer.sync import build_sync
+from ddp_trainer.training.control import ControlPoint
+from ddp_trainer.training.optimizers import build_optimizer
+from ddp_trainer.training.schedulers import build_scheduler
+from ddp_trainer.training.start import Start, start
+from ddp_trainer.training.step import StepSettings, TrainStep
+from ddp_trainer.training.summary import Status, Summary
+from ddp_trainer.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+STOPPED = "stopped"
+"""The file that marks a run that was stopped gracefully and is not finished."""
+
+
+def run(config: Config, run_dir: Path | None = None) -> Summary:
+    """Train as `config` says, in `run_dir`, and return the result. Every rank calls this.
+
+    `run_dir` is ``<output_dir>/<name>`` unless given. Resumes from the newest checkpoint in `run_dir`, if there is one.
+
+    Raises:
+        ConfigError: the config breaks a rule that depends on this machine, data set or directory.
+        TransientError: a condition that may go away, such as another launch in the same directory.
+    """
+    environment = read_environment()
+    run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
+    with ExitStack() as stack:
+        begun = start(config, environment, stack)
+        config, world = begun.config, begun.world
+        resume = resume_mode(config.resume, environment, world)
+        open_run_dir(run_dir, to_builtins(config), world, resume=resume, stack=stack)
+        stop_file = Path(environment.stop_file) if environment.stop_file and world.local_rank == 0 else None
+        stop = world.raise_on_any_rank(lambda: stack.enter_context(GracefulStop(stop_file)))
+        monitor = stack.enter_context(
+            FailureMonitor(
+                world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds,
+                stop_requested=lambda: stop.is_set,
+            )
+        )  # fmt: skip
+        loggers = stack.enter_context(build_loggers(config.logger.values() if world.is_main else (), run_dir))
+        checkpoints = stack.enter_context(CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world))
+        with disable_gc():  # DDP imports the compiler
+            timer, step = build_step(begun, partial(setattr, monitor, "phase"))
+        control = ControlPoint(
+            world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=stop.poll
+        )
+        trainer = Trainer(
+            config, step=step, timer=timer, loaders=begun.build_loaders(), checkpoints=checkpoints, loggers=loggers,
+            control=control, monitor=monitor,
+        )  # fmt: skip
+        log_header(trainer, begun.datasets, run_dir)
+        summary = trainer.fit()
+        checkpoints.wait()
+        if world.is_main:
+            record_summary(summary, run_dir, loggers, to_builtins(config))
+        del trainer, step, timer  # no DDP module may outlive the process group
+    return summary
+
+
+def resume_mode(resume: Resume, environment: Environment, world: World) -> Resume:
+    """Return `resume`, but auto for never in a job that was restarted: it resumes what it has done. Collective."""
+    # A node that joins an elastic job late does not know that the job was restarted.
+    is_restart = any(world.all_gather_object(environment.is_restart))
+    return Resume.auto if is_restart and resume is Resume.never else resume
+
+
+def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume: Resume, stack: ExitStack) -> None:
+    """Lock `run_dir` on rank 0 and begin to log to it, both until `stack` closes. Collective."""
+    lock = lock_run_dir(run_dir, config, resume=resume)
+    backup_dir = world.raise_on_any_rank(lambda: stack.enter_context(lock) if world.is_main else None)
+    stack.enter_context(logging_to(run_dir, rank=world.rank))
+    if backup_dir is not None:
+        logger.info("resume=never: renamed the former run to %s", backup_dir)
+    if world.is_main:
+        (run_dir / STOPPED).unlink(missing_ok=True)
+        versions = installed_versions() | registry.plugin_versions()
+        write_output(run_dir / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: None) -> tuple[StepTimer, TrainStep]:
+    """Return the optimizer step of `begun`, with its model, strategy and optimizer, and its timer."""
+    config, world, datasets = begun.config, begun.world, begun.datasets
+    torch.manual_seed(derive_seed(config.seed, purpose="model"))
+    model = build_model(config.model, image_shape=datasets.image_shape, num_classes=len(datasets.class_names))
+    model.to(world.device).to(memory_format=begun.memory_format)
+    if config.compile:
+        model.compile(dynamic=False)  # in place and before DDP, so that DDP's hooks stay outside of the graph
+    optimizer = build_optimizer(config.optimizer, model.parameters(), global_batch_size=config.global_batch_size)
+    steps_per_epoch = num_samples(datasets.train) // config.global_batch_size
+    scheduler = build_scheduler(
+        config.scheduler, optimizer, steps_per_epoch=steps_per_epoch, total_steps=steps_per_epoch * config.epochs
+    )
+    timer = StepTimer(world.device, model)
+
+    def enter(phase: str) -> None:
+        on_phase(phase)
+        timer.enter(phase)
+
+    step = TrainStep(
+        model,
+        build_sync(config.sync, world),
+        optimizer,
+        scheduler,
+        settings=StepSettings(**{name: getattr(config, name) for name in StepSettings.__dataclass_fields__}),
+        world=world,
+        on_phase=enter,
+    )
+    return timer, step
+
+
+def log_header(trainer: Trainer, datasets: Datasets, run_dir: Path) -> None:
+    """Log what runs where, the batch arithmetic and the run directory."""
+    config, world, sampler = trainer.config, trainer.world, trainer.loaders.sampler
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    split = config.data.eval_split
+    logger.info(
+        "%s (%s parameters) on %s: %d training, %d %s images",
+        config.model.name, f"{parameters:,}", config.data.name, num_samples(datasets.train),
+        num_samples(datasets.eval), split,
+    )  # fmt: skip
+    logger.info(
+        "%d × %s (%s), %s, num_threads=%d, sync=%s, torch %s",
+        world.world_size, device or world.device.type, world.backend, config.precision.name, world.num_threads,
+        config.sync.name, torch.__version__,
+    )  # fmt: skip
+    logger.info(
+        "global batch %d = %d ranks × %d × %d gradient accumulation steps, %d steps an epoch, %d epochs, lr %g",
+        config.global_batch_size, world.world_size,
+        -(-sampler.local_batch_size // config.gradient_accumulation_steps), config.gradient_accumulation_steps,
+        sampler.steps_per_epoch, config.epochs, config.optimizer.scaled_lr(config.global_batch_size),
+    )  # fmt: skip
+    if config.checkpoint.keep_best and split == "test":
+        logger.info("best.pt is chosen on the test split; data.validation_fraction=0.1 would hold images out for that")
+    logger.info("run directory %s", run_dir)
+
+
+def record_summary(summary: Summary, run_dir: Path, loggers: LoggerGroup, config: dict[str, Any]) -> None:
+    """Write summary.json, a marker if the launch was stopped, and the final line."""
+    write_output(run_dir / "summary.json", summary.to_json())
+    if summary.status is Status.stopped:
+        write_output(run_dir / STOPPED, f"{summary.steps}\n")
+        logger.info("stopped at step %d, not finished: the same command resumes it", summary.steps)
+        return
+    if summary.eval_loss is not None:
+        loggers.hparams(flatten_keys(config), {"hparam/top1": summary.eval_top1, "hparam/loss": summary.eval_loss})
+    logger.info(summary.line())
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that training does not depend on; a full disk is a warning."""
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        logger.warning("%s was not written: %s", path, error)

@@ -1,0 +1,179 @@
+"""The start of a run: the data set is read, the process group joined, ranks are compared and auto is resolved."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_trainer import registry
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.data import DataConfig
+from ddp_trainer.config.errors import ConfigError, TransientError, flatten_keys, require
+from ddp_trainer.config.schema import Config, Precision
+from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
+from ddp_trainer.data.loaders import Loaders, build_loaders
+from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.distributed.memory import keep_freed_memory
+from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.distributed.versions import installed_versions
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The beginning of a run, of the benchmark and of the plan; ``dataclasses.replace`` makes variants of it."""
+
+    config: Config
+    """With auto resolved."""
+    world: World
+    datasets: Datasets
+    memory_format: torch.memory_format
+
+    def build_loaders(self) -> Loaders:
+        """Return the loaders of this rank."""
+        return build_loaders(
+            self.datasets,
+            self.config.data,
+            world=self.world,
+            seed=self.config.seed,
+            global_batch_size=self.config.global_batch_size,
+            eval_batch_size=self.config.eval_batch_size,
+            memory_format=self.memory_format,
+        )
+
+
+def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
+    """Read the data set, join the process group until `stack` closes, compare the ranks and resolve auto.
+
+    Collective: every rank must call this.
+
+    Raises:
+        ConfigError: on all ranks, when the config, a version or the data of one is at fault.
+    """
+    config.check_world_size(environment.world_size)
+    data = read_data(config.data, global_batch_size=config.global_batch_size)
+    world = stack.enter_context(
+        process_group(
+            environment,
+            device=config.device,
+            backend=config.backend,
+            num_threads=config.num_threads,
+            timeout_seconds=config.timeout_seconds,
+        )
+    )
+    check_same_start(to_builtins(config), world)
+    config = resolve_auto(config, world)
+    set_torch_switches(world, compile_model=config.compile, deterministic=config.deterministic)
+    datasets = world.raise_on_any_rank(lambda: raise_or_return(data))
+    check_same_data(datasets.fingerprint, world)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return Start(config=config, world=world, datasets=datasets, memory_format=layout)
+
+
+def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets | ConfigError | TransientError:
+    """Return the data set, or the error, which all ranks are to raise together.
+
+    Downloads what is missing, before ranks begin to wait for each other in a collective.
+    """
+    try:
+        datasets = build_datasets(config)
+        count = num_samples(datasets.train)
+        require(
+            global_batch_size <= count,
+            f"global_batch_size={global_batch_size} must be at most the number of training samples, {count}",
+        )
+        return datasets
+    except (ConfigError, TransientError) as error:
+        return error
+
+
+def raise_or_return(data: Datasets | ConfigError | TransientError) -> Datasets:
+    """Return `data`, or raise it if it is an error."""
+    if isinstance(data, Exception):
+        raise data
+    return data
+
+
+def check_same_start(config: dict[str, Any], world: World) -> None:
+    """Check that all ranks were started with the same versions, plug-ins and config. Collective.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
+    for what, values, fix in (
+        ("versions other than those", versions, "install the same on all nodes"),
+        ("a config other than that", flatten_keys(config), "use one command line"),
+    ):
+        by_rank = world.all_gather_object(values)
+        for rank, other in enumerate(by_rank):
+            keys = sorted(by_rank[0].keys() | other.keys())
+            changes = [
+                f"{key}: {by_rank[0].get(key)} → {other.get(key)}" for key in keys
+                if by_rank[0].get(key) != other.get(key)
+            ]  # fmt: skip
+            require(
+                not changes,
+                f"rank {rank} was started with {what} of rank 0 ({'; '.join(changes)}): {fix}",
+            )
+
+
+def check_same_data(fingerprint: str, world: World) -> None:
+    """Check that all ranks have read the same data. Collective.
+
+    Raises:
+        ConfigError: names a rank that has other data.
+    """
+    prints = world.all_gather_object(fingerprint)
+    odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
+    require(not odd, f"rank {odd[0] if odd else 0} has read other images than rank 0: put the same data on every node")
+
+
+def resolve_auto(config: Config, world: World) -> Config:
+    """Return `config` with auto replaced by what it means on this hardware. Collective."""
+    if config.precision is Precision.auto:
+        all_fast = all(world.all_gather_object(has_fast_bf16(world.device)))  # or ranks would train differently
+        precision = Precision.bf16 if all_fast and config.sync.supports_bf16 else Precision.fp32
+        config = replace(config, precision=precision)
+    return replace(config, channels_last=config.channels_last in ("auto", True))
+
+
+def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool) -> None:
+    """Set the global switches of torch and of the memory allocator. Collective.
+
+    Raises:
+        ConfigError: on all ranks, when one cannot compile.
+    """
+    if world.device.type == "cpu":
+        keep_freed_memory()
+        world.raise_on_any_rank(lambda: require(not compile_model or can_compile(), CANNOT_COMPILE))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS fails; read when it is first used
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+CANNOT_COMPILE = (
+    "compile=true on a CPU needs a C++ compiler and Python's headers, and this host lacks one of them: install g++ and "
+    "python3-dev, or use compile=false"
+)
+
+
+def can_compile() -> bool:
+    """Return whether torch.compile finds the C++ compiler and headers that it needs on a CPU."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return headers.exists() and any(shutil.which(compiler) for compiler in ("g++", "clang++"))
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Return whether `device` has instructions that multiply bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,186 @@
+"""One optimizer step as an object: the trainer, the benchmark and the conformance tests call the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_trainer.config.schema import OnNonfinite, Precision
+from ddp_trainer.distributed.process_group import World
+from ddp_trainer.sync.base import GradientSync
+from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
+from ddp_trainer.training.metrics import MetricSums, NonFinite
+from ddp_trainer.training.optimizers import match_layout
+
+AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """What a step needs of the config."""
+
+    global_batch_size: int
+    gradient_accumulation_steps: int = 1
+    label_smoothing: float = 0.0
+    max_grad_norm: float | None = None
+    precision: Precision = Precision.fp32
+    """fp32, bf16 or fp16; auto has been resolved."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of matrix products and convolutions; None: that of the parameters."""
+        return AUTOCAST.get(self.precision)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context in which a forward pass runs at the configured precision."""
+        return torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+
+class TrainStep:
+    """Forward, backward, gradient accumulation, clipping, loss scaling, optimizer and schedule.
+
+    `model` is the bare module, which is evaluated, clipped and saved; `replica` is the module that the strategy
+    returns for it, and that a step calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: GradientSync,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
+        *,
+        settings: StepSettings,
+        world: World,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self.model, self.sync, self.optimizer, self.scheduler = model, sync, optimizer, scheduler
+        self.settings, self.world, self.on_phase = settings, world, on_phase
+        self.replica = sync.wrap(model)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
+        self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
+        self.count = 0
+        """The number of optimizer steps taken, over all launches."""
+        self.lr = 0.0
+        """The learning rate of the last step."""
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Take one step. images: [B, C, H, W], labels: [B] -> this rank's share of the global batch's mean loss []."""
+        self.on_phase("forward/backward")
+        statistics = flatten_buffers(self.model) if self.skips_nonfinite else None
+        *early, last = self.split(images, labels)
+        loss = torch.zeros((), device=images.device)
+        with self.sync.no_sync():
+            for microbatch in early:
+                loss += self.backward(*microbatch)
+        loss += self.backward(*last)
+        self.on_phase("gradient sync")
+        self.sync.before_step()  # .grad is now the mean over ranks
+        self.on_phase("optimizer")
+        self.clip_and_step(loss, statistics)
+        self.on_phase("gradient sync")
+        self.sync.after_step(self.optimizer)  # parameters are equal on every rank
+        self.on_phase("between steps")
+        self.count += 1
+        return loss
+
+    def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Split a rank's share of a global batch into microbatches that differ by at most one sample."""
+        parts = self.settings.gradient_accumulation_steps
+        return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
+
+    def backward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Add the gradients of a microbatch. Return its share of the global batch's mean loss []."""
+        settings = self.settings
+        with settings.autocast(self.world.device):
+            logits = self.replica(images)
+        loss_sum = cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=settings.label_smoothing)
+        # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
+        scale = self.world.world_size / settings.global_batch_size
+        self.sums.add(loss_sum.detach(), logits.detach(), labels)
+        self.scaler.scale(loss_sum * scale).backward()
+        return loss_sum.detach() / settings.global_batch_size
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether this object leaves out updates that are not finite; the scaler of fp16 does so by itself."""
+        return self.settings.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled()
+
+    def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
+        """Clip the mean gradient if asked to, update the parameters, and advance the schedule.
+
+        statistics: the floating buffers [n] before the step, to be restored if the update is left out.
+        """
+        self.check_and_clip(loss)
+        if statistics is not None:  # a forward pass that is not finite has updated BatchNorm's statistics
+            is_bad = self.optimizer.found_inf.bool()  # type: ignore[attr-defined]
+            restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+
+    def check_and_clip(self, loss: Tensor) -> None:
+        """Note a loss or gradient that is not finite, and scale gradients down to the configured norm."""
+        values, max_norm = [loss], self.settings.max_grad_norm
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+        # Gradients of fp16 overflow now and then, which the scaler handles.
+        if max_norm is not None or not self.scaler.is_enabled():
+            norm = self.sync.gradient_norm(self.model)
+            if max_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+            if not self.scaler.is_enabled():
+                values.append(norm)
+                if self.skips_nonfinite:  # decided by the norm, which is equal on all ranks, unlike the loss
+                    self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.nonfinite.check(torch.stack(values), step=self.count)
+
+    def prime_ddp(self, images: Tensor) -> torch.Size:
+        """Run forward and backward twice without an update, so that DDP's bucket order is the same after a resume.
+
+        DDP rebuilds its buckets after the first backward; without this the first step after a resume would sum
+        in another order than the same step of an uninterrupted run, and from three ranks on round differently.
+        images: float32 [B, C, H, W] with the strides of a batch, because other strides would be compiled apart.
+        Returns the shape of the model's output.
+        """
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        self.model.train()
+        logits = images
+        for _ in range(2):
+            with self.settings.autocast(self.world.device):
+                logits = self.replica(images)
+            (logits.float().sum() * 0).backward()
+            self.sync.before_step()
+            self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, value in zip(self.model.buffers(), kept, strict=True):
+                buffer.copy_(value)
+        return logits.shape
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, schedule and scaler. Collective: every rank must call this."""
+        return {
+            "optimizer": self.sync.optimizer_state(self.optimizer),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "step": self.count,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        match_layout(self.optimizer)
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.count = state["step"]

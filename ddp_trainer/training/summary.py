@@ -1,0 +1,72 @@
+"""The result of a launch: the content of summary.json and the last line on the console."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+
+class Status(Enum):
+    """How a launch ended: all epochs trained, at max_steps, or gracefully stopped before either."""
+
+    finished = "finished"
+    max_steps = "max_steps"
+    stopped = "stopped"
+
+
+@dataclass(kw_only=True, slots=True)
+class Summary:
+    """The result of a launch, as in summary.json. What is unknown is None there, never NaN."""
+
+    status: Status
+    eval_split: str
+    """What was evaluated on: test, or validation (data.validation_fraction)."""
+    eval_top1: float
+    eval_loss: float | None
+    eval_count: int
+    best_top1: float
+    epochs: int
+    steps: int
+    seconds: float
+    """Wall-clock seconds of training and evaluation over all launches."""
+    images_per_second: float | None
+    """Training only, all ranks: the median over log windows."""
+    matmul_utilization: float | None
+    """Arithmetic of the training over that of a matrix product measured on this hardware."""
+    mfu: float | None
+    """Model FLOPs utilization: the same over the rated peak of the GPU."""
+    seconds_per_epoch: float | None
+    world_size: int
+    device: str
+    backend: str
+    sync: str
+
+    def to_json(self) -> str:
+        """Return the text of summary.json."""
+        values = {field.name.replace("eval_", "eval/"): getattr(self, field.name) for field in fields(self)}
+        return json.dumps(values | {"status": self.status.value}, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Summary:
+        """Return the summary that `to_json` made `text` from.
+
+        Raises:
+            ValueError: `text` is something else.
+        """
+        try:
+            values: dict[str, Any] = {key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()}
+            values["status"] = Status(values["status"])
+            return cls(**values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not a summary: {error}") from error
+
+    def line(self) -> str:
+        """Return the last line of a launch."""
+        where = f"{self.world_size} × {self.device} ({self.backend})"
+        speed = [
+            f"{self.seconds_per_epoch:,.1f} s/epoch" if self.seconds_per_epoch is not None else "",
+            f"{self.images_per_second:,.0f} img/s" if self.images_per_second is not None else "",
+        ]
+        return f"{self.eval_split} acc {self.eval_top1:.4f} · {' · '.join(filter(None, speed))} on {where}"

@@ -1,0 +1,305 @@
+"""The training loop: the same on one process and on many, from the start and from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import torch
+
+from ddp_trainer.checkpoint.file import State
+from ddp_trainer.checkpoint.run_dir import check_changes
+from ddp_trainer.checkpoint.store import CheckpointStore
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import require
+from ddp_trainer.config.schema import Config, OnNonfinite
+from ddp_trainer.data.loaders import Loaders
+from ddp_trainer.distributed.failure_monitor import FailureMonitor
+from ddp_trainer.loggers.base import LoggerGroup, Value
+from ddp_trainer.loggers.console import EpochProgress
+from ddp_trainer.performance.flops import Utilization
+from ddp_trainer.performance.step_timer import StepTimer
+from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
+from ddp_trainer.training.control import ControlPoint, Decision
+from ddp_trainer.training.evaluation import evaluate
+from ddp_trainer.training.metrics import SampleDigest, check_replicas, peak_memory_mb, reset_peak_memory
+from ddp_trainer.training.progress import Progress
+from ddp_trainer.training.step import TrainStep
+from ddp_trainer.training.summary import Status, Summary
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Train the model of `step` on the batches of `loaders`. Every rank builds one and calls `fit`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        step: TrainStep,
+        timer: StepTimer,
+        loaders: Loaders,
+        checkpoints: CheckpointStore,
+        loggers: LoggerGroup,
+        control: ControlPoint,
+        monitor: FailureMonitor,
+    ) -> None:
+        self.config, self.train_step, self.timer, self.loaders = config, step, timer, loaders
+        self.checkpoints, self.loggers, self.control, self.monitor = checkpoints, loggers, control, monitor
+        self.world, self.model = step.world, step.model
+        self.progress = Progress(step.world, step.sums)
+        self.utilization = Utilization(
+            step.model, loaders.image_shape, device=step.world.device, dtype=step.settings.autocast_dtype
+        )
+        self.bar = EpochProgress(enabled=step.world.is_main)
+        self.epoch_seconds: list[float] = []
+        self.train_line = "nothing left to train"
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def fit(self) -> Summary:
+        """Train, evaluate and save until done or stopped. Collective: every rank must call this."""
+        resumed = self.checkpoints.restore(self)
+        if self.step >= self.last_step and resumed:
+            return self.repeat_summary()
+        self.begin()
+        while self.step < self.last_step:
+            epoch = self.step // self.steps_per_epoch
+            status = self.train_epoch(epoch)
+            is_best = status is not Status.stopped and self.evaluate(epoch)
+            self.save(is_best=is_best)
+            if status is Status.stopped:
+                return self.summary(status)
+        return self.summary(self.status)
+
+    def begin(self) -> None:
+        """Prepare the first step of this launch."""
+        reset_peak_memory(self.world.device)
+        self.train_step.sync.begin()
+        check_replicas(self.model, self.world, step=self.step)
+        self.loggers.start(self.step)
+        self.loggers.text("config", f"```json\n{json.dumps(to_builtins(self.config), indent=2)}\n```", self.step)
+        self.prime()
+
+    def prime(self) -> None:
+        """Run the passes of `TrainStep.prime_ddp` on black images of a batch's size.
+
+        Raises:
+            ConfigError: the model's output has another shape than the classes need.
+        """
+        is_exact = self.config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
+        count = self.loaders.sampler.local_batch_size // self.config.gradient_accumulation_steps if is_exact else 2
+        black = torch.zeros(count, *self.loaders.image_shape, dtype=torch.uint8, device=self.world.device)
+        shape = list(self.train_step.prime_ddp(self.loaders.train.normalize(black)))
+        expected = [count, len(self.loaders.class_names)]
+        require(
+            shape == expected,
+            f"model={self.config.model.name} must return logits [images, classes], which is {expected} here, and "
+            f"returns {shape}",
+        )
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps taken, over all launches."""
+        return self.train_step.count
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of optimizer steps in a whole epoch."""
+        return self.loaders.sampler.steps_per_epoch
+
+    @property
+    def last_step(self) -> int:
+        """The optimizer step at which this launch ends."""
+        planned = self.config.epochs * self.steps_per_epoch
+        return planned if self.config.max_steps is None else min(planned, self.config.max_steps)
+
+    @property
+    def status(self) -> Status:
+        """The status of a launch that was not stopped."""
+        return Status.finished if self.step >= self.config.epochs * self.steps_per_epoch else Status.max_steps
+
+    def train_epoch(self, epoch: int) -> Status:
+        """Train from the position in the epoch to its end, the launch's last step or a graceful stop."""
+        began, start = time.perf_counter(), self.step % self.steps_per_epoch
+        self.loaders.sampler.set_epoch(epoch, start)
+        if start == 0:
+            self.progress.digest = SampleDigest(self.world.device)
+        end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
+        self.control.begin(self.step)
+        self.timer.restart()
+        self.model.train()
+        with self.bar.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
+            for batch in self.timer.timed(self.loaders.train):
+                self.train_step(batch.images, batch.labels)
+                self.progress.digest.add(batch.ids, step=(self.step - 1) % self.steps_per_epoch)
+                self.monitor.step, self.monitor.phase = self.step, "data"
+                self.bar.advance()
+                if self.control_point(epoch, is_last=self.step == end) and self.step < end:
+                    return Status.stopped
+                if self.step == end:
+                    break
+        if start == 0 and end == (epoch + 1) * self.steps_per_epoch:
+            self.epoch_seconds.append(time.perf_counter() - began)
+        return Status.finished
+
+    def control_point(self, epoch: int, *, is_last: bool) -> bool:
+        """Log, save and stop where that is due. Return whether to stop, alike on all ranks."""
+        step, sync = self.train_step, self.train_step.sync
+        if is_last:
+            sync.synchronize(step.optimizer)
+        decision = self.control.decide(self.step, is_last=is_last, sums=step.sums, nonfinite=step.nonfinite)
+        if decision is None:
+            return False
+        if decision.diverged and self.config.on_nonfinite is OnNonfinite.stop:
+            step.nonfinite.fail(self.world, lr=step.lr)
+        if decision.log:
+            self.log_window(epoch, decision)
+        if decision.stop:
+            sync.synchronize(step.optimizer)
+        elif decision.save and not is_last:
+            # Averaging for a save would make the training depend on how often it is saved.
+            self.save() if sync.is_synchronized else self.control.postpone_save(self.step)
+        return decision.stop
+
+    def log_window(self, epoch: int, decision: Decision) -> None:
+        """Record loss, accuracy and speed of the steps since the last log point, over all ranks."""
+        self.train_step.sums.reset()
+        values: dict[str, Value] = {"epoch": epoch, "train/loss": decision.loss, "train/top1": decision.top1}
+        values |= {"optim/lr": self.train_step.lr, "memory/peak_mb": peak_memory_mb(self.world.device)}
+        values |= self.timer.close_window(self.config.global_batch_size)
+        rate = self.timer.rates[-1]
+        values["throughput/images_per_second_per_rank"] = rate / self.world.world_size
+        if (matmul_utilization := self.utilization.of_matmul(rate / self.num_devices)) is not None:
+            values["throughput/matmul_utilization"] = matmul_utilization
+        if (mfu := self.utilization.mfu(rate / self.num_devices)) is not None:
+            values["throughput/mfu"] = mfu
+        if len(self.timer.rates) == 1:  # the matrix product was just measured: its time is not the next window's
+            self.timer.restart()
+            reset_peak_memory(self.world.device)
+        self.loggers.scalars(values, self.step)
+        self.train_line = f"loss {decision.loss:.4f} · train {decision.top1:.4f} · {rate:,.0f} img/s"
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that all ranks together train on."""
+        return self.world.world_size * self.train_step.sync.num_devices
+
+    # --- evaluation and saving ------------------------------------------------------------------
+
+    def evaluate(self, epoch: int) -> bool:
+        """Evaluate and record the result. Return whether it is the best so far. Collective."""
+        self.monitor.phase = "evaluation"
+        result = evaluate(self.model, self.loaders.eval, self.world, self.train_step.settings.autocast_dtype)
+        digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
+        self.progress.evaluation = result
+        # best.pt is chosen at epoch boundaries only, so that the end of a launch does not choose the best model.
+        is_best = self.step % self.steps_per_epoch == 0 and result.top1 > self.progress.best_top1
+        if is_best:
+            self.progress.best_top1 = result.top1
+        values: dict[str, Value] = {"epoch": epoch, "eval/top1": result.top1, "eval/count": result.count}
+        values |= {"eval/loss": float("nan") if result.loss is None else result.loss}
+        values |= {"samples/count": count, "samples/digest": SampleDigest.text(digest)}
+        self.loggers.scalars(values, self.step)
+        logger.info(
+            "epoch %d/%d · %s · %s %.4f",
+            epoch + 1,
+            self.config.epochs,
+            self.train_line,
+            self.config.data.eval_split,
+            result.top1,
+        )
+        return is_best
+
+    def save(self, *, is_best: bool = False) -> None:
+        """Save a checkpoint after checking that all replicas are equal. Collective: every rank must call this."""
+        self.monitor.phase = "save"
+        check_replicas(self.model, self.world, step=self.step)
+        self.checkpoints.save(self, is_best=is_best)
+        self.control.saved()
+
+    def state_dict(self) -> State:
+        """Return the state from which training resumes. Collective: every rank must call this."""
+        with averaged_statistics(self.model, self.world) as own:
+            model = {key: value.clone() for key, value in self.model.state_dict().items()}
+        return {
+            "model": model,
+            **self.train_step.state_dict(),
+            "epoch": self.step // self.steps_per_epoch,
+            "samples_seen": self.step * self.config.global_batch_size,
+            "config": to_builtins(self.config),
+            "best_top1": self.progress.best_top1,
+            "class_names": self.loaders.class_names,
+            "preprocessing": self.loaders.preprocessing,
+            "data_fingerprint": self.loaders.fingerprint,
+            "train_samples": self.loaders.sampler.length,
+            "statistics_by_rank": self.world.all_gather(own),
+            "progress": self.progress.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore `state`, at the world size that it was saved at or another.
+
+        Raises:
+            ConfigError: it is of another training, or of other data.
+        """
+        folder = self.checkpoints.folder
+        check_changes(state["config"], to_builtins(self.config), run_dir=folder.parent)
+        require(
+            state["data_fingerprint"] == self.loaders.fingerprint,
+            f"{folder.parent} was trained on other images than data={self.config.data.name} has here: put the same "
+            "data there, choose name=… for a new run, or resume=never to start from step 0",
+        )
+        self.model.load_state_dict(state["model"])
+        self.train_step.load_state_dict(state)
+        if len(state["statistics_by_rank"]) == self.world.world_size:
+            restore_buffers(self.model, state["statistics_by_rank"][self.world.rank])
+        self.progress.load_state_dict(state["progress"], best_top1=state["best_top1"])
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def summary(self, status: Status) -> Summary:
+        """Return the result of this launch."""
+        rate = self.timer.median_rate()
+        per_device = None if rate is None else rate / self.num_devices
+        images = self.steps_per_epoch * self.config.global_batch_size
+        durations = sorted(self.epoch_seconds)
+        seconds_per_epoch = durations[len(durations) // 2] if durations else (images / rate if rate else None)
+        return Summary(
+            status=status,
+            eval_split=self.config.data.eval_split,
+            eval_top1=self.progress.evaluation.top1,
+            eval_loss=self.progress.evaluation.loss,
+            eval_count=self.progress.evaluation.count,
+            best_top1=self.progress.best_top1,
+            epochs=self.step // self.steps_per_epoch,
+            steps=self.step,
+            seconds=self.progress.seconds(),
+            images_per_second=rate,
+            matmul_utilization=None if per_device is None else self.utilization.of_matmul(per_device),
+            mfu=None if per_device is None else self.utilization.mfu(per_device),
+            seconds_per_epoch=seconds_per_epoch,
+            world_size=self.world.world_size,
+            device=self.world.device.type,
+            backend=self.world.backend,
+            sync=self.config.sync.name,
+        )
+
+    def repeat_summary(self) -> Summary:
+        """Return the summary of the launch that trained the last step; evaluate again if it is lost."""
+        logger.info("%s: nothing left to train after step %d", self.status.value, self.step)
+        text = self.world.broadcast_object(self.read_summary() if self.world.is_main else "")
+        if text:
+            return Summary.from_json(text)
+        self.evaluate(self.step // self.steps_per_epoch - 1)
+        return self.summary(self.status)
+
+    def read_summary(self) -> str:
+        """Return the text of summary.json if it is valid and of the last step, else an empty text."""
+        try:
+            text = (self.checkpoints.folder.parent / "summary.json").read_text()
+            return text if Summary.from_json(text).steps == self.step else ""
+        except (OSError, ValueError):  # it is an output: a damaged one is written again
+            return ""

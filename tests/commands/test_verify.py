@@ -1,0 +1,113 @@
+"""``verify``: silent about a good run directory; every damage is a finding and none a traceback."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TINY, launch, train_on
+
+from ddp_trainer.commands.verify import CHECKS
+
+
+@pytest.fixture(scope="module")
+def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    train_on(2, *TINY, f"output_dir={folder}", "name=run", "log_every_steps=2")
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(good_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(good_run, tmp_path / "run")
+
+
+def findings_of(run_dir: Path) -> list[str]:
+    return [finding for check in CHECKS for finding in check(run_dir)]
+
+
+def test_a_good_run_has_no_findings(good_run: Path) -> None:
+    done = launch("verify", str(good_run))
+    assert done.code == 0, done.output
+    assert all(line.endswith(" ok") for line in done.output.splitlines())
+
+
+def test_findings_are_printed_and_the_exit_code_is_1(run_dir: Path) -> None:
+    path = run_dir / "checkpoints" / "step-00000016.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    done = launch("verify", str(run_dir))
+    assert done.code == 1
+    assert "step-00000016.pt: does not end with a checksum" in done.output
+    assert "Traceback" not in done.output
+
+
+def without_a_line(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[:2] + lines[3:])
+
+
+def with_a_line_twice(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[:2], lines[1], *lines[2:]])
+
+
+def with_another_digest(text: str) -> str:
+    record = next(line for line in text.splitlines() if "samples/digest" in line)
+    digest = json.loads(record)["samples/digest"]
+    return text.replace(digest, f"{int(digest, 16) ^ 1:016x}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "finding"),
+    [
+        ("metrics.jsonl", lambda text: text[:-20], "metrics.jsonl: damaged lines: 1"),
+        ("metrics.jsonl", lambda text: text.replace('"step"', "\x00step", 1), "metrics.jsonl: damaged lines: 1"),
+        ("metrics.jsonl", without_a_line, "tensorboard: train/loss has 8 steps, and in metrics.jsonl 7"),
+        ("metrics.jsonl", with_a_line_twice, "metrics.jsonl: step 4 occurs twice"),
+        ("metrics.jsonl", with_another_digest, "epoch 0: used 96 samples"),
+        ("summary.json", lambda text: text[:40], "summary.json: damaged"),
+        ("summary.json", lambda text: text.replace('"steps": 16', '"steps": 80'), "summary.json: of step 80"),
+        ("config.yaml", lambda text: "]" + text, "config.yaml: missing or damaged"),
+    ],
+)
+def test_damage_is_a_finding(name: str, change: Callable[[str], str], finding: str, run_dir: Path) -> None:
+    path = run_dir / name
+    changed = change(path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    assert any(line.startswith(finding) for line in findings_of(run_dir)), findings_of(run_dir)
+
+
+def test_a_renamed_checkpoint_is_a_finding(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "step-00000016.pt").rename(run_dir / "checkpoints" / "step-00000099.pt")
+    assert "step-00000099.pt: contains step 16" in findings_of(run_dir)
+
+
+def test_no_flipped_bit_and_no_cut_ends_in_a_traceback(good_run: Path, tmp_path: Path) -> None:
+    numbers = random.Random(0)
+    files = [path.relative_to(good_run) for path in sorted(good_run.rglob("*")) if path.is_file()]
+    for number in range(40):
+        copy = shutil.copytree(good_run, tmp_path / str(number))
+        path = copy / numbers.choice(files)
+        data = bytearray(path.read_bytes())
+        position = numbers.randrange(len(data))
+        if number % 3:
+            data[position] ^= 1 << numbers.randrange(8)
+        path.write_bytes(data if number % 3 else data[:position])
+        findings = findings_of(copy)
+        assert findings or path.suffix != ".pt", path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "verify takes one run directory"), (["nowhere"], "nowhere is not a run directory")],
+)
+def test_a_mistake_is_one_error(words: list[str], message: str, tmp_path: Path) -> None:
+    done = launch("verify", *words, cwd=tmp_path)
+    assert done.code == 2
+    assert done.output.startswith(f"error: {message}")
+    assert done.output.count("\n") == 1

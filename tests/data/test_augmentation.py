@@ -1,0 +1,146 @@
+"""Augmentation: drawn for the whole epoch alike on all ranks, and equal to a loop over images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
+
+EVERYTHING = AugmentConfig(random_crop_padding=2, random_hflip=True, random_erasing=0.5)
+HEIGHT, WIDTH = 6, 9
+
+
+def augmentation(config: AugmentConfig = EVERYTHING, *, seed: int = 0) -> Augmentation:
+    return Augmentation(config, height=HEIGHT, width=WIDTH, seed=seed)
+
+
+def tensors(draws: AugmentationParams) -> list[Tensor]:
+    assert draws.offsets is not None
+    assert draws.flips is not None
+    assert draws.boxes is not None
+    return [draws.offsets, draws.flips, draws.boxes]
+
+
+def equal(one: AugmentationParams, other: AugmentationParams) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+def change(padded: Tensor, ids: Tensor, draws: AugmentationParams, augment: Augmentation) -> Tensor:
+    """Return what training sees of uint8 images, without normalisation."""
+    return augment.erase(augment.crop(padded, ids, draws).float(), draws)
+
+
+def change_one_by_one(images: Tensor, ids: Tensor, draws: AugmentationParams, config: AugmentConfig) -> Tensor:
+    """Do the same with loops over images, rows and columns."""
+    pad, changed = config.random_crop_padding, []
+    for n, image in enumerate(images[ids].tolist()):
+        new = torch.zeros(len(image), HEIGHT, WIDTH)
+        for row in range(HEIGHT):
+            for column in range(WIDTH):
+                from_column = WIDTH - 1 - column if draws.flips is not None and draws.flips[n] else column
+                dy, dx = (0, 0) if draws.offsets is None else (draws.offsets[n] - pad).tolist()
+                y, x = row + dy, from_column + dx
+                top, left, bottom, right = (0, 0, 0, 0) if draws.boxes is None else draws.boxes[n].tolist()
+                blank = top <= row < bottom and left <= column < right
+                if 0 <= y < HEIGHT and 0 <= x < WIDTH and not blank:
+                    new[:, row, column] = torch.tensor([channel[y][x] for channel in image])
+        changed.append(new)
+    return torch.stack(changed)
+
+
+configs = st.builds(
+    AugmentConfig,
+    random_crop_padding=st.integers(0, 5),
+    random_hflip=st.booleans(),
+    random_erasing=st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(configs, st.integers(1, 3), st.integers(0, 1000))
+def test_a_batch_is_what_a_loop_over_images_gives(config: AugmentConfig, channels: int, seed: int) -> None:
+    augment = augmentation(config, seed=seed)
+    random = torch.Generator().manual_seed(seed)
+    images = torch.randint(1, 256, (8, channels, HEIGHT, WIDTH), dtype=torch.uint8, generator=random)
+    ids = torch.randperm(8, generator=random)[:5]
+    draws = augment.draw(5, epoch=0)
+    batch = change(augment.pad(images), ids, draws, augment)
+    assert torch.equal(batch, change_one_by_one(images, ids, draws, config))
+
+
+def test_no_augmentation_leaves_the_images_as_they_are() -> None:
+    augment = augmentation(AugmentConfig())
+    images = torch.arange(2 * HEIGHT * WIDTH, dtype=torch.uint8).view(2, 1, HEIGHT, WIDTH)
+    draws = augment.draw(2, epoch=0)
+    assert torch.equal(change(augment.pad(images), torch.tensor([1, 0]), draws, augment), images.flip(0).float())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_to_slice_by_rank_before_or_after_is_the_same(world_size: int) -> None:
+    augment = augmentation()
+    padded = augment.pad(torch.randint(256, (20, 3, HEIGHT, WIDTH), dtype=torch.uint8))
+    ids, draws = torch.randperm(20), augment.draw(20, epoch=1)
+    whole = change(padded, ids, draws, augment)
+    for rank in range(world_size):
+        mine = slice(4 + rank, 17, world_size)
+        assert torch.equal(change(padded, ids[mine], draws.at(mine), augment), whole[mine])
+
+
+def test_draws_are_a_function_of_seed_epoch_and_position() -> None:
+    assert equal(augmentation().draw(50, epoch=3), augmentation().draw(50, epoch=3))
+    for other in (augmentation().draw(50, epoch=4), augmentation(seed=1).draw(50, epoch=3)):
+        pairs = zip(tensors(augmentation().draw(50, epoch=3)), tensors(other), strict=True)
+        assert not any(torch.equal(a, b) for a, b in pairs)
+
+
+def test_one_kind_of_draw_does_not_depend_on_the_others() -> None:
+    everything = augmentation().draw(50, epoch=0)
+    crop = augmentation(AugmentConfig(random_crop_padding=2)).draw(50, epoch=0)
+    flip = augmentation(AugmentConfig(random_hflip=True)).draw(50, epoch=0)
+    erase = augmentation(AugmentConfig(random_erasing=0.5)).draw(50, epoch=0)
+    assert crop.offsets is not None
+    assert flip.flips is not None
+    assert erase.boxes is not None
+    assert equal(everything, AugmentationParams(crop.offsets, flip.flips, erase.boxes))
+    assert (crop.flips, crop.boxes, flip.offsets) == (None, None, None)
+
+
+def test_crops_reach_every_offset_and_half_of_the_images_are_mirrored() -> None:
+    offsets, flips, _ = tensors(augmentation().draw(20_000, epoch=0))
+    counts = torch.zeros(5, 5).index_put_((offsets[:, 0], offsets[:, 1]), torch.ones(20_000), accumulate=True)
+    assert (counts / 20_000 - 1 / 25).abs().max() < 0.007  # 5 standard deviations
+    assert abs(float(flips.double().mean()) - 0.5) < 0.018
+
+
+def test_rectangles_are_as_often_and_as_large_as_configured_and_inside_the_image() -> None:
+    augment = Augmentation(AugmentConfig(random_erasing=0.3), height=32, width=32, seed=0)
+    boxes = augment.draw(20_000, epoch=0).boxes
+    assert boxes is not None
+    top, left, bottom, right = boxes.unbind(1)
+    erased = bottom > top
+    assert abs(float(erased.double().mean()) - 0.3) < 0.017
+    assert int(boxes.min()) == 0
+    assert int(bottom.max()) == 32
+    assert int(right.max()) == 32
+    area = ((bottom - top) * (right - left))[erased] / 32**2
+    assert 0.012 < float(area.min()) < 0.03  # from 2 % on, rounded to pixels
+    assert 0.31 < float(area.max()) < 0.36
+    assert abs(float(area.mean()) - 0.175) < 0.01
+
+
+def test_a_rectangle_of_an_odd_aspect_stays_inside_a_narrow_image() -> None:
+    boxes = Augmentation(AugmentConfig(random_erasing=1.0), height=3, width=40, seed=0).draw(5000, epoch=0).boxes
+    assert boxes is not None
+    top, left, bottom, right = boxes.unbind(1)
+    assert bool(((top >= 0) & (top < bottom) & (bottom <= 3)).all())
+    assert bool(((left >= 0) & (left < right) & (right <= 40)).all())
+
+
+def test_draws_move_to_a_device_together() -> None:
+    moved = augmentation().draw(3, epoch=0).to(torch.device("meta"))
+    assert {tensor.device.type for tensor in tensors(moved)} == {"meta"}

@@ -1,0 +1,137 @@
+"""The failure monitor: one root cause is reported, and a healthy job is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import conftest
+import pytest
+from conftest import on_ranks
+
+from ddp_trainer.config.schema import Backend, Device
+from ddp_trainer.distributed.environment import Environment, read_environment
+from ddp_trainer.distributed.failure_monitor import FailureMonitor, RankStatus, pid_namespace
+from ddp_trainer.distributed.failure_report import command_to_continue
+from ddp_trainer.distributed.process_group import process_group
+
+
+def run_monitored(body, folder: str, timeout_seconds: float) -> str:
+    """Call ``body(rank, monitor)`` in a monitor on every rank, with an error file, and return what that file holds."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file = f"{folder}/error-{os.environ['RANK']}.json"
+    environment = read_environment()
+    with (
+        process_group(environment, device=Device.cpu, backend=Backend.gloo, num_threads=1, timeout_seconds=60) as world,
+        FailureMonitor(world, environment, run_dir=Path(folder), timeout_seconds=timeout_seconds) as monitor,
+    ):
+        monitor.phase, monitor.step = "data", 3
+        body(world.rank, monitor)
+    return read_report(error_file)
+
+
+def read_report(path: str | Path) -> str:
+    return json.loads(Path(path).read_text())["message"]["message"] if Path(path).exists() else ""
+
+
+def hold_the_gil(rank: int, monitor: FailureMonitor) -> None:
+    time.sleep(1.5)  # all ranks have sent heartbeats
+    if rank == 1:
+        ctypes.PyDLL(None).usleep(2_500_000)  # PyDLL does not release the GIL, so that no heartbeat is sent
+    else:
+        time.sleep(3.5)
+
+
+def finish_early(rank: int, monitor: FailureMonitor) -> None:
+    time.sleep(2 if rank == 1 else 9)
+
+
+@pytest.mark.parametrize("body", [hold_the_gil, finish_early])
+def test_a_healthy_job_is_left_alone_at_a_short_timeout(body, tmp_path: Path) -> None:
+    assert on_ranks(2, run_monitored, body, str(tmp_path), 2.0) == ["", ""]
+    assert not (tmp_path / "failure.log").exists()
+
+
+def end_silently(rank: int, monitor: FailureMonitor) -> None:
+    time.sleep(1.5)
+    if rank == 1:
+        os._exit(0)  # as a process does that a container's runtime kills and removes
+    time.sleep(60)
+
+
+def stop_silently(rank: int, monitor: FailureMonitor) -> None:
+    time.sleep(1.5)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+
+
+def run_to_failure(body, folder: Path) -> tuple[list[int | None], list[str]]:
+    """Return the exit codes and the error files of two ranks that no launcher ends, by rank."""
+    results = multiprocessing.get_context("forkserver").Queue()
+    processes, _store = conftest._start(2, results, run_monitored, (body, str(folder), 2.0))
+    try:
+        for process in processes:
+            process.join(timeout=40)
+        return [process.exitcode for process in processes], [read_report(folder / f"error-{n}.json") for n in (0, 1)]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize("body", [end_silently, stop_silently])
+def test_a_rank_without_heartbeats_is_reported_and_the_job_ends(body, tmp_path: Path) -> None:
+    codes, (report, _) = run_to_failure(body, tmp_path)
+    assert codes == [1, 0 if body is end_silently else 1]  # rank 0's SIGCONT wakes the stopped rank, which then ends
+    assert report.startswith("rank 1 on ")
+    assert "has not answered for " in report
+    assert report.endswith(" s, in data after step 3")
+
+
+def raise_on_both(rank: int, monitor: FailureMonitor) -> None:
+    time.sleep(1.5 if rank == 1 else 2.0)
+    raise RuntimeError("boom" if rank == 1 else "Connection closed by peer")
+
+
+def test_only_the_first_failure_is_reported(tmp_path: Path) -> None:
+    codes, (other, report) = run_to_failure(raise_on_both, tmp_path)
+    assert codes == [1, 1]
+    assert other == ""
+    assert report.startswith("rank 1 on ")
+    assert report.endswith(" failed first, in data after step 3")
+    assert "RuntimeError: boom" in (tmp_path / "failure.log").read_text()
+
+
+def test_a_process_is_looked_up_only_where_its_pid_is_valid() -> None:
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(ended, 0)
+    status = {"rank": 1, "heartbeat": 1, "phase": "data", "step": 3, "host": "same-name"}
+    assert RankStatus(**status, pid=ended, pid_namespace=pid_namespace()).has_ended()
+    assert not RankStatus(**status, pid=os.getpid(), pid_namespace=pid_namespace()).has_ended()
+    assert not RankStatus(**status, pid=ended, pid_namespace="another container").has_ended()
+    assert not RankStatus(**status, pid=ended, pid_namespace=None).has_ended()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        (
+            None,
+            ["epochs=3", "resume=never", "name=a b"],
+            "torchrun --nproc_per_node=2 -m ddp_trainer epochs=3 'name=a b'",
+        ),
+        (None, ["++resume=never"], "torchrun --nproc_per_node=2 -m ddp_trainer"),
+        ("NPROC=2 'launch/local.sh' 'resume=never' 'seed=1'", [], "NPROC=2 'launch/local.sh' 'seed=1'"),
+        ("sbatch --nodes=2 slurm.sbatch resume=never", [], "sbatch --nodes=2 slurm.sbatch"),
+        (None, ["name=resume=never"], "torchrun --nproc_per_node=2 -m ddp_trainer name=resume=never"),
+    ],
+)
+def test_the_command_to_continue_resumes(command: str | None, words: list[str], expected: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp_trainer", *words])
+    environment = Environment(world_size=2, local_world_size=2, under_torchrun=True, command=command)
+    assert command_to_continue(environment) == expected

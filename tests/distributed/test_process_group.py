@@ -1,0 +1,171 @@
+"""The process group: its collectives, joining after a restart, and what the launch environment says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import on_ranks
+
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.schema import Backend, Device
+from ddp_trainer.distributed.environment import interface_towards, read_environment, set_interface
+from ddp_trainer.distributed.graceful_stop import GracefulStop
+from ddp_trainer.distributed.process_group import World, join_round, process_group
+
+CPU: dict[str, Any] = {"device": Device.cpu, "backend": Backend.auto, "num_threads": 1}
+TORCHRUN = {
+    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
+}  # fmt: skip
+
+
+def value_of(rank: int) -> dict[str, Any]:
+    """Return a value whose JSON has another length on every rank."""
+    return {"rank": rank, "text": "größe\n" * rank, "numbers": [rank / 3, None, True], "nothing": {}}
+
+
+def message_of(world: World, failing: dict[int, str]) -> str:
+    message = failing.get(world.rank, "")
+    try:
+        world.raise_on_any_rank(lambda: require(not message, message))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def use_collectives() -> dict[str, Any]:
+    with process_group(read_environment(), timeout_seconds=30, **CPU) as world:
+        size = 1000 if world.is_main else 3
+        messages = [
+            message_of(world, failing) for failing in ({1: "bad"}, {0: "bad", 1: "worse"}, {0: "x", 1: "x"}, {})
+        ]
+        return {
+            "gathered": world.all_gather_object(value_of(world.rank)),
+            "object": world.broadcast_object(value_of(world.rank)),
+            "bytes": list(world.broadcast_bytes(bytes([world.rank]) * size)),
+            "empty": list(world.broadcast_bytes(b"" if world.is_main else b"other")),
+            "messages": messages,
+        }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_collectives_return_the_same_values_on_all_ranks(world_size: int) -> None:
+    results = on_ranks(world_size, use_collectives)
+    assert results == [results[0]] * world_size
+    assert results[0]["gathered"] == [value_of(rank) for rank in range(world_size)]
+    assert results[0]["object"] == value_of(0)
+    assert results[0]["bytes"] == [0] * 1000
+    assert results[0]["empty"] == []
+    assert results[0]["messages"] == (["", "bad", "x", ""] if world_size == 1 else ["rank 1: bad", "bad", "x", ""][:4])
+
+
+def join_twice() -> list[int]:
+    sizes = []
+    with process_group(read_environment(), timeout_seconds=30, **CPU):
+        for _ in range(2):  # as the jobs of a sweep do
+            with process_group(read_environment(), timeout_seconds=30, **CPU) as world:
+                sizes.append(len(world.all_gather_object(None)))
+    assert not dist.is_initialized()
+    return sizes
+
+
+def test_the_jobs_of_a_sweep_share_one_group() -> None:
+    assert on_ranks(2, join_twice) == [[2, 2], [2, 2]]
+
+
+def join_alone(timeout_seconds: float) -> str:
+    environment = read_environment()
+    if environment.rank == 1:
+        return ""
+    store = dist.TCPStore(environment.master_addr, environment.master_port, is_master=False)
+    try:
+        join_round(store, rank=0, world_size=2, timeout=timedelta(seconds=timeout_seconds))
+    except TimeoutError as error:
+        return str(error)
+    return "joined"
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    assert on_ranks(2, join_alone, 1.0)[0] == "1 of 2 ranks came within 1 s, missing: 1"
+
+
+def join_again() -> list[str]:
+    """Join twice in one store, as ranks do that torchrun has restarted."""
+    environment = read_environment()
+    store = dist.TCPStore(environment.master_addr, environment.master_port, is_master=False)
+    values = []
+    for attempt in range(2):
+        view = join_round(store, rank=environment.rank, world_size=2, timeout=timedelta(seconds=20))
+        values.append(view.compare_set("first", "", str(attempt)).decode())  # a new view holds no value
+    return values
+
+
+def test_a_restart_does_not_see_the_store_of_the_start_before() -> None:
+    assert on_ranks(2, join_again) == [["0", "1"], ["0", "1"]]
+
+
+# --- the environment ----------------------------------------------------------------------------
+
+
+def test_the_interface_that_routes_to_rank_0_is_used_unless_one_is_set() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no-such-host.invalid") is None
+    environment = read_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
+    variables: dict[str, str] = {}
+    set_interface(environment, variables)
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    set_interface(environment, chosen := {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"})
+    assert chosen == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert "lo" in {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_restart"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, True),
+        ({"SLURM_RESTART_COUNT": "1"}, True),
+    ],
+)
+def test_a_restart_by_torchrun_or_slurm_is_known(variables: dict[str, str], is_restart: bool) -> None:
+    assert read_environment(TORCHRUN | variables).is_restart is is_restart
+
+
+def test_a_restart_that_torchrun_does_not_count_is_known(tmp_path: Path) -> None:
+    def start() -> bool:
+        """Start as another process would, in which torchrun has made the folder of the attempt again."""
+        (tmp_path / "attempt_0/1").mkdir(parents=True, exist_ok=True)
+        environment = read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_0/1/error.json"})
+        environment.record_start()
+        return environment.is_restart
+
+    assert not start()
+    assert not start()  # of the same process: a second job of a sweep
+    (tmp_path / "started-1").write_text(str(os.getppid()))
+    assert start()
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "999999", "9" * 5000])
+def test_a_port_that_is_not_valid_is_refused(port: str) -> None:
+    with pytest.raises(ConfigError, match=f"^MASTER_PORT={port[:80]} must be "):
+        read_environment(TORCHRUN | {"MASTER_PORT": port})
+
+
+def test_a_stop_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file/stop", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=r"^DDP_TRAINER_STOP_FILE=.* cannot be read \("):
+            GracefulStop(path)
+    with GracefulStop(tmp_path / "folder/stop") as stop:  # the folder may be created later
+        assert not stop.poll()
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder/stop").touch()
+        assert stop.poll()
+    assert stop.is_set

@@ -1,0 +1,151 @@
+"""The phases of a step: they add up to it, and communication is the part that does not overlap with backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, compose, newest_checkpoint, on_ranks, records, train_on
+from torch import nn
+
+from ddp_trainer import registry
+from ddp_trainer.config.models import LeNetConfig, ModelConfig
+from ddp_trainer.models import build_model
+from ddp_trainer.performance.step_timer import PHASES, StepTimer
+from ddp_trainer.training.run import run
+
+CPU = torch.device("cpu")
+NAP = 0.02
+
+
+def slow_batches(count: int, seconds: float) -> Iterator[int]:
+    for batch in range(count):
+        time.sleep(seconds)
+        yield batch
+
+
+def test_phases_are_timed_separately() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    timer = StepTimer(CPU, model)
+    for _ in timer.timed(slow_batches(3, NAP)):
+        timer.enter("forward/backward")
+        time.sleep(2 * NAP)
+        model(torch.ones(2, 3)).sum().backward()
+        time.sleep(NAP)  # the gradients are ready: a strategy that overlaps waits here
+        timer.enter("gradient sync")
+        time.sleep(NAP)
+        timer.enter("optimizer")
+        time.sleep(3 * NAP)
+        timer.enter("between steps")
+    tags = timer.close_window(images_per_step=100)
+    for name, naps in (("data_wait", 1), ("forward_backward", 2), ("communication", 2), ("optimizer", 3)):
+        assert tags[f"time/{name}_ms"] >= 1e3 * naps * NAP
+        assert tags[f"time/{name}_fraction"] == pytest.approx(naps / 8, abs=0.06)
+    assert sum(tags[f"time/{name}_ms"] for name in PHASES.values()) == pytest.approx(tags["time/step_ms"], rel=0.02)
+    assert tags["throughput/images_per_second"] == pytest.approx(100 / (tags["time/step_ms"] / 1e3))
+
+
+def test_with_gradient_accumulation_only_the_last_backward_communicates() -> None:
+    model = nn.Linear(3, 1)
+    timer = StepTimer(CPU, model)
+    timer.steps = 1
+    timer.enter("forward/backward")
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+        time.sleep(NAP)
+    timer.enter("gradient sync")
+    tags = timer.close_window(images_per_step=1)
+    assert tags["time/forward_backward_ms"] >= 2e3 * NAP
+    assert 1e3 * NAP <= tags["time/communication_ms"] < 2e3 * NAP
+
+
+def test_a_frozen_first_layer_leaves_the_hook_to_the_next() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    timer = StepTimer(CPU, model)
+    timer.steps = 1
+    timer.enter("forward/backward")
+    model(torch.ones(2, 3)).sum().backward()
+    time.sleep(NAP)
+    timer.enter("gradient sync")
+    assert timer.close_window(images_per_step=1)["time/communication_ms"] >= 1e3 * NAP
+
+
+def test_each_window_begins_anew_and_the_rate_is_the_median() -> None:
+    timer = StepTimer(CPU, nn.Linear(1, 1))
+    assert timer.median_rate() is None
+    for seconds in (0.0, 0.001, 0.05):
+        list(timer.timed(slow_batches(2, seconds)))
+        timer.close_window(images_per_step=10)
+        assert timer.steps == 0
+        assert timer.intervals == []
+    assert timer.median_rate() == sorted(timer.rates)[1]
+
+
+def test_batches_keep_their_order() -> None:
+    assert list(StepTimer(CPU, nn.Linear(1, 1)).timed(range(5))) == list(range(5))
+
+
+@pytest.mark.parametrize("sync", ["sync=ddp", "sync=allreduce", "sync=parameter_server"])
+def test_a_run_logs_the_phases_of_its_steps(sync: str, tmp_path: Path) -> None:
+    train_on(2, *TINY, sync, f"output_dir={tmp_path}", "name=run", "log_every_steps=4", "max_steps=8")
+    assert_phases_add_up(tmp_path / "run")
+
+
+def assert_phases_add_up(run_dir: Path) -> None:
+    logged = records(run_dir, "time/step_ms")
+    assert len(logged) == 2
+    for record in logged:
+        phases = {name: record[f"time/{name}_ms"] for name in PHASES.values()}
+        assert sum(phases.values()) == pytest.approx(record["time/step_ms"], rel=0.05)
+        assert all(phases[name] > 0 for name in ("data_wait", "forward_backward", "communication", "optimizer"))
+
+
+@dataclass(kw_only=True, slots=True)
+class PartlyFrozenConfig(ModelConfig):
+    name: str = "partly_frozen"
+    has_unused: bool = False
+
+
+class PartlyFrozen(nn.Module):
+    """LeNet with a frozen first layer, and possibly a parameter before it that forward does not use."""
+
+    def __init__(self, model: nn.Module, *, has_unused: bool) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3)) if has_unused else None
+        self.model = model
+        next(model.children()).requires_grad_(False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)
+
+
+def build_partly_frozen(
+    config: PartlyFrozenConfig, *, image_shape: tuple[int, int, int], num_classes: int
+) -> nn.Module:
+    lenet = build_model(LeNetConfig(), image_shape=image_shape, num_classes=num_classes)
+    return PartlyFrozen(lenet, has_unused=config.has_unused)
+
+
+def train_partly_frozen(sync: str, has_unused: bool, folder: str) -> None:
+    registry.register("model", "partly_frozen", PartlyFrozenConfig, build_partly_frozen)
+    words = (*TINY, sync, f"output_dir={folder}", "name=run", "log_every_steps=4", "max_steps=8")
+    run(replace(compose(*words), model=PartlyFrozenConfig(has_unused=has_unused)))
+
+
+@pytest.mark.parametrize(
+    ("sync", "has_unused"),
+    [("sync=ddp", False), ("sync=allreduce", True), ("sync=parameter_server", True), ("sync=local_sgd", True)],
+)
+def test_a_model_with_a_frozen_first_layer_trains(sync: str, has_unused: bool, tmp_path: Path) -> None:
+    """A parameter without a gradient is refused by DDP, and left as it is by the other strategies."""
+    on_ranks(2, train_partly_frozen, sync, has_unused, str(tmp_path))
+    assert_phases_add_up(tmp_path / "run")
+    state = newest_checkpoint(tmp_path / "run")["model"]
+    assert ("unused" in state) == has_unused
+    if has_unused:
+        assert torch.equal(state["unused"], torch.ones(3))

@@ -1,0 +1,38 @@
+"""compile=true trains the same, compiles one graph, and says what it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, compose, on_ranks, records
+
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.training.run import run
+
+FP32 = (*TINY, "precision=fp32", "log_every_steps=1", "optimizer.lr=0.01")
+
+
+def _train_both(folder: str) -> int:
+    """Train eagerly and compiled; return the number of graphs that were compiled."""
+    for name, compiled in (("eager", "false"), ("compiled", "true")):
+        run(compose(*FP32, f"output_dir={folder}", f"name={name}", f"compile={compiled}"))
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def test_compiled_training_is_the_same_and_compiles_once(tmp_path: Path) -> None:
+    assert on_ranks(2, _train_both, str(tmp_path), deadline=240) == [1, 1]
+    for tag in ("train/loss", "eval/loss"):
+        eager, compiled = ([record[tag] for record in records(tmp_path / name, tag)] for name in ("eager", "compiled"))
+        assert len(eager) > 1
+        assert compiled == pytest.approx(eager, rel=1e-4)
+
+
+def test_without_a_compiler_compile_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    with pytest.raises(ConfigError, match="compile=true on a CPU needs a C\\+\\+ compiler"):
+        run(compose(*TINY, "compile=true", f"output_dir={tmp_path}"))
+    torch.distributed.destroy_process_group()

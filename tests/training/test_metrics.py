@@ -1,0 +1,102 @@
+"""MetricSums, the digest of samples, and the peak memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_trainer.training.metrics import MetricSums, SampleDigest, peak_memory_mb
+
+CPU = torch.device("cpu")
+
+
+def test_sums_are_numpys() -> None:
+    random = np.random.default_rng(0)
+    sums, logits, labels, losses = MetricSums(CPU), [], [], []
+    for size in (1, 5, 64):
+        logits.append(random.normal(size=(size, 10)))
+        labels.append(random.integers(10, size=size))
+        losses.append(random.normal())
+        sums.add(torch.tensor(losses[-1]), torch.from_numpy(logits[-1]), torch.from_numpy(labels[-1]))
+    correct = (np.concatenate(logits).argmax(1) == np.concatenate(labels)).sum()
+    np.testing.assert_allclose(sums.vector.numpy(), [np.sum(losses), correct, 70])
+
+
+def test_sums_count_beyond_what_float32_holds() -> None:
+    sums = MetricSums(CPU)
+    sums.vector[1:] = 2**24
+    sums.add(torch.tensor(0.0), torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+    assert sums.vector[1:].tolist() == [2**24 + 1] * 2
+
+
+def test_sums_start_again_from_zero() -> None:
+    sums = MetricSums(CPU)
+    sums.add(torch.tensor(1.0), torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+    sums.reset()
+    assert not sums.vector.any()
+
+
+def digest(*steps: list[int]) -> list[int]:
+    """Return the digest_of_rank after using the samples `steps[k]` at step k."""
+    digest_of_rank = SampleDigest(CPU)
+    for step, ids in enumerate(steps):
+        digest_of_rank.add(torch.tensor(ids, dtype=torch.int64), step=step)
+    return digest_of_rank.vector.tolist()
+
+
+def test_the_digest_does_not_mind_the_order_within_a_batch() -> None:
+    assert digest([1, 2, 3], [4, 5]) == digest([3, 1, 2], [5, 4])
+
+
+def test_the_digest_tells_which_samples_were_used_at_which_step() -> None:
+    variants = [
+        digest([1, 2, 3], [4, 5]),
+        digest([1, 2, 4], [3, 5]),  # two swapped between batches
+        digest([4, 5], [1, 2, 3]),  # batches in another order
+        digest([1, 2, 3], [4, 6]),  # another sample
+        digest([1, 2, 3], [4, 4]),  # one twice, one not at all
+        digest([1, 2], [4, 5]),  # one left out
+        digest([1, 2, 3], [], [4, 5]),  # a step later
+        digest([0, 3, 3], [4, 5]),  # an equal sum of ids
+    ]
+    assert len({SampleDigest.text(hashes) for hashes, _ in variants}) == len(variants)
+
+
+def test_digests_of_ranks_add_up_to_that_of_one() -> None:
+    order = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))
+    alone, ranks = SampleDigest(CPU), [SampleDigest(CPU) for _ in range(3)]
+    for step in range(20):
+        batch = order[step * 256 : (step + 1) * 256]
+        alone.add(batch, step=step)
+        for rank, digest_of_rank in enumerate(ranks):
+            digest_of_rank.add(batch[rank::3], step=step)
+    assert torch.equal(
+        sum((digest_of_rank.vector for digest_of_rank in ranks), torch.zeros(2, dtype=torch.int64)), alone.vector
+    )
+
+
+def splitmix(sample: int, step: int) -> int:
+    """Hash as SampleDigest does, with Python's unbounded integers wrapped by hand."""
+
+    def signed(value: int) -> int:
+        return (value + 2**63) % 2**64 - 2**63
+
+    mixed = signed(signed(sample + step * 0x1000003) * -0x61C8864680B583EB)
+    mixed = signed((mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47)
+    return mixed ^ (mixed >> 32)
+
+
+@pytest.mark.parametrize("step", [0, 1, 233, 10**9])
+def test_the_digest_wraps_around_as_two_to_the_64(step: int) -> None:
+    ids = [0, 1, 59_999, 2**40]
+    digest_of_rank = SampleDigest(CPU)
+    for _ in range(9):  # enough for the sum itself to wrap
+        digest_of_rank.add(torch.tensor(ids), step=step)
+    expected = 9 * sum(splitmix(sample, step) for sample in ids)
+    assert int(digest_of_rank.vector[0]) % 2**64 == expected % 2**64
+    assert SampleDigest.text(int(digest_of_rank.vector[0])) == f"{expected % 2**64:016x}"
+
+
+def test_peak_memory_is_in_mebibytes() -> None:
+    assert 50 < peak_memory_mb(CPU) < 100_000  # torch alone takes more than 50
