@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason=NEEDS), pytest.mar
 
 SCRIPT = str(ROOT / "launch" / "multinode.sh")
 LONG = (
-    *TINY, "epochs=400", "num_threads=1", "checkpoint.every_steps=10", "checkpoint.keep_last=2", "timeout_seconds=20"
+    *TINY, "epochs=4000", "num_threads=1", "checkpoint.every_steps=10", "checkpoint.keep_last=2", "timeout_seconds=20"
 )  # fmt: skip
-"""More than a test waits for: it is stopped, and gone on with to a nearer end."""
+"""More than a test waits for: it is stopped, and continued to a nearer end."""
 
 
 @pytest.fixture
