@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointable(Protocol):
-    """What can be saved: state in, state out. Both are collective."""
+    """An object that can be saved and restored. Both methods are collective."""
 
     def state_dict(self) -> State: ...
     def load_state_dict(self, state: State) -> None: ...

@@ -1,1 +1,1 @@
-"""What can be configured: typed schemas with their rules, composed by Hydra. Imports no torch."""
+"""The config: typed schemas with their rules, composed by Hydra. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What is wrong with the user's input, in one line: key and value, the rule, the fix.
+"""Messages about the user's input, one line each: key and value, the rule, the fix.
 
 `check_overrides` refuses what Hydra would report in its own words; `format_config_error` words what Hydra and
 OmegaConf raise while a config is composed.

@@ -100,7 +100,7 @@ class EvaluationLoader:
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """What a run iterates over."""
+    """The two loaders of a run, and a description of their data."""
 
     train: TrainLoader
     eval: EvaluationLoader

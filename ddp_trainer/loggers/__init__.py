@@ -1,1 +1,1 @@
-"""Where a run is recorded: loggers behind one base class, the console and train.log. Rank 0 writes."""
+"""The records of a run: loggers behind one base class, the console and train.log. Rank 0 writes."""

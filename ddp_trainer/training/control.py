@@ -18,7 +18,7 @@ CONTROL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all ranks do after a step."""
+    """The actions that all ranks take after a step."""
 
     log: bool
     save: bool

@@ -25,7 +25,7 @@ AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
-    """What a step needs of the config."""
+    """The values of the config that a step needs."""
 
     global_batch_size: int
     gradient_accumulation_steps: int = 1

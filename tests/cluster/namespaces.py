@@ -20,7 +20,7 @@ NEEDS = "needs root, iproute2 and util-linux (network namespaces)"
 
 
 def can_make_hosts() -> bool:
-    """Say whether this user and kernel have network namespaces."""
+    """Return whether this user and kernel have network namespaces."""
     return os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare")))
 
 
@@ -136,7 +136,7 @@ class Hosts:
             time.sleep(0.05)
 
     def cut(self, number: int) -> None:
-        """Cut a host's power: its link goes down before its processes do, so that no peer is told."""
+        """Cut a host's power: its link goes down before its processes do, so that no peer is notified."""
         self.on(number, "ip link set eth0 down")
         self.kill(number)
 

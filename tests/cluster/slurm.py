@@ -266,7 +266,7 @@ def environments() -> Iterator[tuple[int, set[str]]]:
 
 
 def belongs_to_node(variables: set[str], name: str) -> bool:
-    """Say whether a process with this environment was started by the slurmd of node `name`."""
+    """Return whether a process with this environment was started by the slurmd of node `name`."""
     return f"NODE_UNDER_TEST={name}" in variables or f"SLURMD_NODENAME={name}" in variables
 
 

@@ -76,7 +76,7 @@ class Job:
 
 
 def nothing_lost(run_dir: Path) -> bool:
-    """Say whether each epoch used the samples that the seed says, and no other."""
+    """Return whether each epoch used the samples that the seed says, and no other."""
     problems = [problem for check in CHECKS for problem in check(run_dir)]
     assert problems == []
     return True
@@ -153,7 +153,7 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
 
 
 def test_a_host_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
-    """Its power is cut: nobody is told, and torchrun has to find out."""
+    """Its power is cut: no other host is notified, and torchrun has to detect it."""
     job = Job(hosts, tmp_path, *LONG, nnodes="2:4")
     wait_for(lambda: job.launches(4) >= 1, f"four ranks; {job.told()}")
     job.progress()
