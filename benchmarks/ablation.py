@@ -5,8 +5,6 @@
 Prints a Markdown table of ratios to the defaults, medians over rounds. The job is that of compare.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -3,8 +3,6 @@
 python benchmarks/checkpoint_cost.py --rounds 5
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -10,8 +10,6 @@ activations of a LeNet step anew or not, depending on what a process has freed b
 DDP by a tenth.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ For each link the command plan measures computing and messages and predicts the 
 measures it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -7,8 +7,6 @@ A host is one rank of one thread, started by launch/multinode.sh; the global bat
 of this machine, so more hosts than cores cannot be faster.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ A plug-in is a module whose import registers choices. It is found through the en
 or named in the environment variable ``DDP_TRAINER_PLUGINS``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

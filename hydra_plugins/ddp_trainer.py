@@ -1,7 +1,5 @@
 """The launchers for Hydra, which instantiates only launchers whose class is defined in `hydra_plugins`."""
 
-from __future__ import annotations
-
 from ddp_trainer.launch.launchers import slurm, torchrun
 
 

@@ -1,7 +1,5 @@
 """Real processes with a deadline: what most tests are made of."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The shape of the package: who imports whom, who reads the environment, how large things are, what starts at once."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

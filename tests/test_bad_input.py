@@ -1,7 +1,5 @@
 """Bad input is one error that names the key, the value, the rule and the fix."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

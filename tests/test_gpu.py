@@ -3,8 +3,6 @@
 `benchmarks/gpu.sh` runs these, and the comparison with peers, in one go.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

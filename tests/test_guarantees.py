@@ -1,7 +1,5 @@
 """World-size invariance: the same training at any world size; no host synchronization in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plug-ins: tests/plugin_example as a user would have it, and what a plug-in may get wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

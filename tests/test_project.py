@@ -1,7 +1,5 @@
 """The project's shell: the wheel, what the papers say about the code, and what CI holds."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Law 3: killed anywhere and resumed, a run ends as if it had been left alone."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

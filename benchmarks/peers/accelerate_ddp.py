@@ -1,8 +1,6 @@
 """Accelerate, as in its quick tour."""
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """DDP in a plain loop over the batches of ddp_trainer: the difference to ddp_trainer is the overhead of its trainer."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Nothing is imported from ddp_trainer, because that would count as start-up time of the peers.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

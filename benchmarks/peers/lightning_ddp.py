@@ -1,8 +1,6 @@
 """Lightning, as in its quick start, without progress bar, logger and checkpoints."""
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: PyTorch tutorials, "Getting Started with Distributed Data Parallel" and "Multi GPU training with DDP".
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

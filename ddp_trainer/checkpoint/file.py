@@ -1,8 +1,6 @@
 """One checkpoint file: what ``torch.save`` writes (read it with ``torch.load(path, weights_only=True)``), then `MAGIC`
 and the SHA-256 of all that precedes it, which reveals truncation and any flipped bit."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """The run directory: locked by one launch at a time, and only for the config that it was made for."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

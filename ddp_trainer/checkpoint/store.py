@@ -1,7 +1,5 @@
 """The checkpoints of one run: writes them in the background, finds the newest good one, deletes old ones."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

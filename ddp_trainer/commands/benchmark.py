@@ -6,8 +6,6 @@ Every strategy that can run here takes part, those of plug-ins included. Prints 
 benchmark.png to <output_dir>/benchmark-<name>.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The measurements of a plan: the computing time of a step, and the cost of messages between the ranks."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

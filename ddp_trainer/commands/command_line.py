@@ -1,7 +1,5 @@
 """From the words on a command line to composed configs, and from errors to exit codes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -7,8 +7,6 @@
 Takes the keys of a run (device, backend, output_dir …). Exits with 0 if ready, with 2 and the reason if not.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Launch scripts and sweeps train job files, so that a mistake is one error before anything starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``node-check``: check that the nodes of a job can start together, and print this node's address in their network."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

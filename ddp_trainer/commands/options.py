@@ -1,7 +1,5 @@
 """A command's own options: ``key=value`` like the config, declared as a dataclass."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

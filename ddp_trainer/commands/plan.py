@@ -9,8 +9,6 @@ communication can overlap with backward entirely. Prints a table, and writes pla
 <output_dir>/plan-<name>.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The results of benchmark and plan: a table on the console, numbers as JSON, and a picture."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

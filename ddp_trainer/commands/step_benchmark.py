@@ -1,7 +1,5 @@
 """Training steps to be measured, of one strategy or of all side by side: the step that training uses, and its data."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

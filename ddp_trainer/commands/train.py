@@ -1,7 +1,5 @@
 """``train``, the default command: compose the config, and train as one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

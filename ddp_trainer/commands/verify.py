@@ -6,8 +6,6 @@ Every checkpoint matches its checksum, every epoch used exactly the samples that
 TensorBoard have every step once, and the summary is of the last checkpoint. Exits with 1 if one of these is not so.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

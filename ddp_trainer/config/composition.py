@@ -1,7 +1,5 @@
 """Composes a validated `Config` from command-line overrides with Hydra; converts a `Config` to builtins and back."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The group ``data``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING

@@ -1,7 +1,5 @@
 """The error that a broken rule raises, and the checks that schemas use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 FAILURE, USER_ERROR = 1, 2

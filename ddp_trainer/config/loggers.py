@@ -1,7 +1,5 @@
 """The group ``logger``, of which a run may have several: ``logger=[tensorboard,jsonl]``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from omegaconf import MISSING

@@ -4,8 +4,6 @@
 OmegaConf raise while a config is composed.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass

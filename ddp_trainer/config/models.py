@@ -1,7 +1,5 @@
 """The group ``model``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """The group ``optimizer``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

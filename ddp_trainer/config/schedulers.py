@@ -1,7 +1,5 @@
 """The group ``scheduler``: the learning rate over the steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from omegaconf import MISSING

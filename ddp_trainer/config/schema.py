@@ -1,7 +1,5 @@
 """The root of the config: one training run, with a choice of each group, and the rules that keys obey together."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, field
 from enum import Enum

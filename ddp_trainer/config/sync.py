@@ -1,7 +1,5 @@
 """The group ``sync``: how the replicas of a model are kept equal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar

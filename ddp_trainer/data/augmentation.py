@@ -1,8 +1,7 @@
 """Augmentation of whole batches: parameters are drawn once an epoch for every position, and applied by index."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,17 +21,13 @@ class AugmentationParams:
     boxes: Tensor | None = None
     """int64 [N, 4]: top, left, bottom, right of the blanked rectangle, empty where top equals bottom."""
 
-    def to(self, device: torch.device) -> AugmentationParams:
+    def to(self, device: torch.device) -> Self:
         """Return these parameters on `device`."""
-        return AugmentationParams(
-            *(None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes))
-        )
+        return type(self)(*(None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes)))
 
-    def at(self, positions: slice) -> AugmentationParams:
+    def at(self, positions: slice) -> Self:
         """Return the parameters of some positions."""
-        return AugmentationParams(
-            *(None if t is None else t[positions] for t in (self.offsets, self.flips, self.boxes))
-        )
+        return type(self)(*(None if t is None else t[positions] for t in (self.offsets, self.flips, self.boxes)))
 
 
 class Augmentation:

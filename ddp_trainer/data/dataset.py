@@ -1,7 +1,5 @@
 """Data sets: what a builder returns, the held-out validation split, and the fingerprint of the samples."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The loaders of a run: batches of this rank, augmented and normalized on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

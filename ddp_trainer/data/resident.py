@@ -1,7 +1,5 @@
 """`ResidentReader`: batches of images that stay in memory, on the device where there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The order of samples: global batches that do not depend on the world size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sized
 
 import torch

@@ -1,7 +1,5 @@
 """`SampleReader`: batches of a map-style data set, whose samples are read ahead by threads."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -3,8 +3,6 @@
 No other module reads environment variables.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -5,8 +5,6 @@ and the others report nothing. A rank without heartbeats is reported by its neig
 report anything, so it writes its error file in advance, with every heartbeat; torchrun prints the file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The report of a failure: its text, and the error file through which torchrun prints it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The graceful stop: a flag that signals and a stop file set, and that the trainer reads at its control points."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

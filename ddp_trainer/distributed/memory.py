@@ -1,7 +1,5 @@
 """Settings of the memory allocator and of the garbage collector that make steps and starts faster."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import platform

@@ -1,7 +1,5 @@
 """The process group: joining, leaving, and the collectives of `World`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

@@ -3,8 +3,6 @@
 Nothing here has a state that a checkpoint would have to carry or that the number of ranks could change.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

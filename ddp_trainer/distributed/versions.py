@@ -1,7 +1,5 @@
 """The versions that have to be the same on all ranks."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version

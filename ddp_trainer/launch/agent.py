@@ -6,8 +6,6 @@ address. The store of ``--rdzv-backend=static`` listens on all network interface
 ``--standalone``, also does, and executes pickles that any client can put there.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

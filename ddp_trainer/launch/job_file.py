@@ -1,7 +1,5 @@
 """A job file: one config, composed and checked once, for all ranks on all nodes and for every restart."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Host names, addresses and ports as this host sees them. Imports no torch."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import threading

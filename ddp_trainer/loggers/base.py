@@ -1,7 +1,5 @@
 """`Logger`, the base class of all loggers, and the group of those that a run has."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log messages: rank 0's on the console and in train.log, other ranks' warnings on the console; the progress bar."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

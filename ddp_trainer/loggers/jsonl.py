@@ -1,7 +1,5 @@
 """``logger=jsonl``: metrics.jsonl, one JSON object a line with ``time``, ``step``, ``epoch`` and the tags as keys."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

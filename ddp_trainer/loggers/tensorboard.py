@@ -1,7 +1,5 @@
 """``logger=tensorboard``: scalars, texts, pictures and hyperparameters as TensorBoard's event files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -27,7 +25,7 @@ class TensorBoardLogger(Logger):
         self.purge_step = step + 1
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        def add(writer: SummaryWriter) -> None:
+        def add(writer: "SummaryWriter") -> None:
             for tag, value in values.items():
                 if not isinstance(value, str):
                     writer.add_scalar(tag, value, step)
@@ -53,7 +51,7 @@ class TensorBoardLogger(Logger):
         if self.writer is not None:
             self.writer.close()
 
-    def _write(self, add: Callable[[SummaryWriter], None]) -> None:
+    def _write(self, add: "Callable[[SummaryWriter], None]") -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
 
         if self.writer is None:

@@ -1,7 +1,5 @@
 """The models, one file each, built from their configs."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from ddp_trainer import registry

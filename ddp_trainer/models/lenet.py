@@ -1,7 +1,5 @@
 """LeNet with 20 and 50 channels, average pooling and 128 hidden units."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """torchvision's ResNet-18 for images of any size and number of channels."""
 
-from __future__ import annotations
-
 from torch import nn
 from torchvision.models import ResNet, resnet18
 

@@ -1,7 +1,5 @@
 """The bytes that each strategy sends in an optimizer step, by arithmetic alone: nothing is measured here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

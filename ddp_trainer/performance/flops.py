@@ -6,8 +6,6 @@ which every processor has, it is called matmul utilization here.
 Source: Chowdhery et al., PaLM, 2022 (arXiv 2204.02311), appendix B.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from functools import cache, cached_property

@@ -4,8 +4,6 @@ Source: Hockney, The Communication Challenge for MPP, 1994 (a message costs its 
 bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for DDP's buckets and their overlap.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

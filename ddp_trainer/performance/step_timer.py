@@ -1,7 +1,5 @@
 """The time of a step by phase: waiting for data, forward and backward, exposed communication, the optimizer."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Iterator

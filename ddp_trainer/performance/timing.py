@@ -1,7 +1,5 @@
 """The time of function calls, with the work that they start on a GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Strategies that keep the replicas of a model equal: one file each, behind `GradientSync`."""
 
-from __future__ import annotations
-
 from ddp_trainer import registry
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import SyncConfig

@@ -6,8 +6,6 @@ time pays the network's latency for each; one flat bucket pays it once, and a co
 Source: Dive into Deep Learning, "Training on Multiple GPUs": ``allreduce(data)``, over processes in place of devices.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """`GradientSync`, the base class of all strategies: the methods that a training step calls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

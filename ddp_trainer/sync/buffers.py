@@ -1,7 +1,5 @@
 """BatchNorm statistics: local while training, averaged over ranks where a model is evaluated or saved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ all GPUs, and the first gathers all logits and gradients.
 Source: Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -4,8 +4,6 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 (arXiv 2006.15704).
 """
 
-from __future__ import annotations
-
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -6,8 +6,6 @@ Source: Dive into Deep Learning, "Parameter Servers", key–value stores; Li et 
 Learning with the Parameter Server, 2014 (OSDI).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -8,8 +8,6 @@ Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 180
 Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv 1905.03817).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,7 +1,5 @@
 """One process: there is nothing to synchronize."""
 
-from __future__ import annotations
-
 from ddp_trainer.config.sync import NoSyncConfig
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync

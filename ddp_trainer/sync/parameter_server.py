@@ -7,8 +7,6 @@ Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distrib
 Parameter Server, 2014 (OSDI).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

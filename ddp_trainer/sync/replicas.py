@@ -8,8 +8,6 @@ Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``
 ``train_batch``.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -7,8 +7,6 @@ Source: Dive into Deep Learning, "Parameter Servers", ring synchronization; Pata
 All-reduce Algorithms for Clusters of Workstations, 2009 (doi 10.1016/j.jpdc.2008.09.002).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

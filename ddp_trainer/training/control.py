@@ -1,7 +1,5 @@
 """Control points: where ranks decide together when to log, to save and to stop."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Evaluation: every sample once, over all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 

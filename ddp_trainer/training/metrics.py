@@ -1,7 +1,5 @@
 """Sums and counts, the digest of samples, and the checks that values are finite and replicas equal."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The optimizers, built from their configs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The progress of a run: what a checkpoint holds besides the model and the state of a step."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One training run from a config: builds its parts, owns the run directory, and closes everything again."""
 
-from __future__ import annotations
-
 import json
 import logging
 import platform

@@ -3,8 +3,6 @@
 A resumed or prolonged run therefore needs no history of the schedule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The start of a run: the data set is read, the process group joined, ranks are compared and auto is resolved."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

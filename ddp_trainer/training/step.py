@@ -1,7 +1,5 @@
 """One optimizer step as an object: the trainer, the benchmark and the conformance tests call the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,11 +1,9 @@
 """The result of a launch: the content of summary.json and the last line on the console."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 
 class Status(Enum):
@@ -49,7 +47,7 @@ class Summary:
         return json.dumps(values | {"status": self.status.value}, indent=2, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Summary:
+    def from_json(cls, text: str) -> Self:
         """Return the summary that `to_json` made `text` from.
 
         Raises:

@@ -1,7 +1,5 @@
 """The training loop: the same on one process and on many, from the start and from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -3,8 +3,6 @@
 `where` is the number of a step, just before which it happens, or ``start``, ``evaluation`` or ``save``.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

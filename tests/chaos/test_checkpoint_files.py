@@ -1,7 +1,5 @@
 """Law 5: no byte at which a kill, a cut or a flip loses the last good checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A node lost and come back: torchrun goes on with one node, then with two, and no sample is lost or used twice."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Law 3 under fire: killed at random moments again and again, a run ends bitwise as if it had been left alone."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

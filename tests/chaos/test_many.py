@@ -1,7 +1,5 @@
 """Many launches, many ranks: what goes wrong one time in five, or only in a crowd."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Guarantee 6: the failure of one rank ends all ranks soon, and its root cause is reported once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

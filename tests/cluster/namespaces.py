@@ -1,7 +1,5 @@
 """Hosts on one machine: network namespaces with addresses, names and a switch of their own, joined by cables."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """A real SLURM cluster on this host: a controller, a munge daemon and a few nodes, for as long as a test session."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The image, built and run for real: by buildah, on a Debian made here, as no registry need be in reach."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Start-up faults, each made for real on hosts of their own: the cause is named on the right host within 30 s."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

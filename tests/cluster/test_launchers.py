@@ -1,7 +1,5 @@
 """Sweeps whose jobs are torchruns of their own: the plain sweep's results, each job on its own feet."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """launch/multinode.sh on four hosts: by hand on each, over ssh, stopped gracefully, and with a host that dies."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The example plug-in under SLURM: the job's environment takes it to all nodes."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import assert_bitwise, read_summary, succeed, trained_state
 from test_plugins import EXAMPLE, PLUGIN

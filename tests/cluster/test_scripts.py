@@ -1,7 +1,5 @@
 """launch/local.sh and the agent: the ranks, arguments that no shell may touch, signals, exit codes, open ports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

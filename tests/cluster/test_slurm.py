@@ -1,7 +1,5 @@
 """launch/slurm.sbatch on a real cluster: what it makes of a job, and what becomes of a run that is disturbed."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Callable, Iterator

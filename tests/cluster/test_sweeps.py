@@ -1,7 +1,5 @@
 """Sweeps by launchers: on a real SLURM cluster, and under Optuna."""
 
-from __future__ import annotations
-
 import signal
 import sqlite3
 import subprocess

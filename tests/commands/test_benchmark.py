@@ -1,7 +1,5 @@
 """``benchmark``: every strategy side by side, those of plug-ins included; the table, the JSON file and the picture."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

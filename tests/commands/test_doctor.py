@@ -1,7 +1,5 @@
 """``doctor`` on this host: alone, as the ranks of a job, and where a run could not train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from conftest import compose, in_process_group, launch, on_ranks

@@ -1,7 +1,5 @@
 """``plan``: measured on real ranks, or on one rank for a network that is given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line as a user meets it: help, completion, sweeps, and the same command again."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``verify``: silent about a good run directory; every damage is a finding and none a traceback."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

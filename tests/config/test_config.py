@@ -1,7 +1,5 @@
 """Configs: every choice composes, equal ones have equal digests, and a run knows what changed."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Augmentation: drawn for the whole epoch alike on all ranks, and equal to a loop over images."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """What the images are: digits from the package, Fashion-MNIST from anywhere, noise of any shape."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import gzip
@@ -15,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -252,7 +250,7 @@ class Mirror:
         self.thread = threading.Thread(target=self.server.serve_forever)
         self.url = f"http://127.0.0.1:{self.server.server_port}/"
 
-    def __enter__(self) -> Mirror:
+    def __enter__(self) -> Self:
         self.thread.start()
         return self
 

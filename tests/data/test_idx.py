@@ -1,7 +1,5 @@
 """Reading IDX files, whole and damaged."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Batches from memory: normalized, augmented, each evaluation sample once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Law 2: global batches are slices of one order, whatever the number of ranks; each rank takes every W-th."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

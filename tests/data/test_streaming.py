@@ -1,7 +1,5 @@
 """Batches of a map-style data set: those that its images would give from memory, read ahead in order by threads."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

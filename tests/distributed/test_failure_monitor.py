@@ -1,7 +1,5 @@
 """The failure monitor: one root cause is reported, and a healthy job is left alone."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing

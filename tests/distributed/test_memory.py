@@ -1,7 +1,5 @@
 """The allocator reuses the memory that a step frees; imports run without garbage collection."""
 
-from __future__ import annotations
-
 import sys
 
 from conftest import run_command

@@ -1,7 +1,5 @@
 """The process group: its collectives, joining after a restart, and what the launch environment says."""
 
-from __future__ import annotations
-
 import os
 import socket
 from datetime import timedelta

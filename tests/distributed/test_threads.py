@@ -1,7 +1,5 @@
 """An OpenMP thread that waits releases its core to other programs."""
 
-from __future__ import annotations
-
 import sys
 
 from conftest import run_command

@@ -1,7 +1,5 @@
 """Job files: composed once, the same training wherever they are run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

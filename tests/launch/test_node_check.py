@@ -1,7 +1,5 @@
 """The node check on loopback: real processes, real ports, real stores, and programs that try to disturb it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The models' layers, sizes and initial weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The bytes that strategies send, against formulas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

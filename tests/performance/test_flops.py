@@ -1,7 +1,5 @@
 """Utilization: operations counted by hand, the measured and the rated peak, the tags and the summary."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

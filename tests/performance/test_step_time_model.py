@@ -1,7 +1,5 @@
 """The model of a step's time against formulas, and its buckets against those of DDP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The phases of a step: they add up to it, and communication is the part that does not overlap with backward."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

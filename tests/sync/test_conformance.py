@@ -1,7 +1,5 @@
 """Conformance: with every strategy, at every world size, training is that of one process on the whole batch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import TypeVar

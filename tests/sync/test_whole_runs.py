@@ -1,7 +1,5 @@
 """World-size invariance and resume for every strategy, with the whole trainer; and the errors of strategies."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """compile=true trains the same, compiles one graph, and says what it needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """MetricSums, the digest of samples, and the peak memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

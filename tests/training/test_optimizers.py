@@ -1,7 +1,5 @@
 """Schedules beside torch's own, and what the builders make of a config."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

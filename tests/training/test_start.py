@@ -1,7 +1,5 @@
 """Ranks that were started with different programs or settings are told so by all, right after they have joined."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

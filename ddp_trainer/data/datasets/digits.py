@@ -1,7 +1,5 @@
 """Handwritten digits of 8×8 pixels, which ship inside the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

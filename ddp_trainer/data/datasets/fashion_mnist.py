@@ -1,7 +1,5 @@
 """Fashion-MNIST: from a folder, from Debian's package, or downloaded once per node."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

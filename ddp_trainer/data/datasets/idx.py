@@ -1,7 +1,5 @@
 """IDX, the file format of MNIST and its relatives."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

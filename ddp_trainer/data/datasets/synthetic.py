@@ -1,7 +1,5 @@
 """Noise around one random pattern per class: images of any shape, which a model can learn."""
 
-from __future__ import annotations
-
 import torch
 
 from ddp_trainer.config.data import SyntheticConfig

@@ -1,7 +1,5 @@
 """Hydra launchers: a sweep whose jobs are processes of their own, on this machine or on a SLURM cluster."""
 
-from __future__ import annotations
-
 from hydra.core.config_store import ConfigStore
 
 from ddp_trainer.launch.launchers.slurm import SlurmLauncherConfig

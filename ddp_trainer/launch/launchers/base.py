@@ -1,7 +1,5 @@
 """The base class of the launchers: it composes and checks the jobs of a sweep, and returns their results."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from abc import abstractmethod

@@ -3,8 +3,6 @@
 Not built on submitit, because that sends pickled functions through a script and a requeueing of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

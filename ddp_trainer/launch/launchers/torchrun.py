@@ -1,7 +1,5 @@
 """``hydra/launcher=torchrun``: a torchrun for each job of a sweep, on this machine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

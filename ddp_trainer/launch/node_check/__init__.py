@@ -5,8 +5,6 @@ messages with it there. The key is the secret that the nodes share; without one 
 which only keys and digests travel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """The node check on the other nodes: each reports to the head, compares itself with it, and reads the result."""
 
-from __future__ import annotations
-
 import random
 import secrets
 import socket

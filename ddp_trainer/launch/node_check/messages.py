@@ -1,7 +1,5 @@
 """Signed messages in a TCPStore to which any program can write."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import re
@@ -27,10 +25,10 @@ HEAD, NODE = "ddp_trainer/head", "ddp_trainer/node/"
 READY, READ, START = "ready", "read", "start"
 ADDRESS = re.compile(r"[0-9a-fA-F.:]{2,40}(%\w{1,15})?", re.ASCII)
 IS_VALID: dict[Any, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable(),
-    "int": lambda value: type(value) is int and 0 <= value < 2**16,
-    "float": lambda value: type(value) in (int, float) and 0 <= value < 1e11,
-    "dict[str, str]": lambda value: isinstance(value, dict) and all(map(IS_VALID["str"], [*value, *value.values()])),
+    str: lambda value: isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable(),
+    int: lambda value: type(value) is int and 0 <= value < 2**16,
+    float: lambda value: type(value) in (int, float) and 0 <= value < 1e11,
+    dict[str, str]: lambda value: isinstance(value, dict) and all(map(IS_VALID[str], [*value, *value.values()])),
 }
 
 

@@ -1,7 +1,5 @@
 """The node check on the head: it reads the reports of the other nodes and publishes the result."""
 
-from __future__ import annotations
-
 import errno
 import secrets
 import socket

@@ -3,8 +3,6 @@
 Builders are given by name, so that this module imports no torch: ``--help`` and errors in the config come at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Source: Trockman and Kolter, Patches Are All You Need?, 2022 (arXiv 2201.09792).
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from example_plugin import ConvMixerConfig

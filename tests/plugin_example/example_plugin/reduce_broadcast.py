@@ -1,7 +1,5 @@
 """Average gradients on rank 0: reduce to it, divide, broadcast."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Circles, squares and triangles that are drawn when they are read: a map-style data set of PIL images."""
 
-from __future__ import annotations
-
 from random import Random
 
 from PIL import Image, ImageDraw

@@ -1,7 +1,5 @@
 """A text file for each tag in ``tags/`` of the run directory, with lines of ``step value``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
