@@ -4,41 +4,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_trainer.config.data import DataConfig
-    from ddp_trainer.config.errors import ConfigError
-    from ddp_trainer.config.loggers import LoggerConfig
-    from ddp_trainer.config.models import ModelConfig
-    from ddp_trainer.config.schema import Config
-    from ddp_trainer.config.sync import SyncConfig
-    from ddp_trainer.data.dataset import Datasets, ImageTensors
-    from ddp_trainer.distributed.process_group import World
-    from ddp_trainer.loggers.base import Logger
-    from ddp_trainer.registry import register_dataset, register_logger, register_model, register_sync
-    from ddp_trainer.sync.base import GradientSync
-    from ddp_trainer.training.run import run
-    from ddp_trainer.training.trainer import Trainer
+    from ddp_trainer.config.data import DataConfig as DataConfig
+    from ddp_trainer.config.errors import ConfigError as ConfigError
+    from ddp_trainer.config.loggers import LoggerConfig as LoggerConfig
+    from ddp_trainer.config.models import ModelConfig as ModelConfig
+    from ddp_trainer.config.schema import Config as Config
+    from ddp_trainer.config.sync import SyncConfig as SyncConfig
+    from ddp_trainer.data.dataset import Datasets as Datasets
+    from ddp_trainer.data.dataset import ImageTensors as ImageTensors
+    from ddp_trainer.distributed.process_group import World as World
+    from ddp_trainer.loggers.base import Logger as Logger
+    from ddp_trainer.registry import register_dataset as register_dataset
+    from ddp_trainer.registry import register_logger as register_logger
+    from ddp_trainer.registry import register_model as register_model
+    from ddp_trainer.registry import register_sync as register_sync
+    from ddp_trainer.sync.base import GradientSync as GradientSync
+    from ddp_trainer.training.run import run as run
+    from ddp_trainer.training.trainer import Trainer as Trainer
 
 __version__ = "0.2.0"
-__all__ = [
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "Datasets",
-    "GradientSync",
-    "ImageTensors",
-    "Logger",
-    "LoggerConfig",
-    "ModelConfig",
-    "SyncConfig",
-    "Trainer",
-    "World",
-    "__version__",
-    "register_dataset",
-    "register_logger",
-    "register_model",
-    "register_sync",
-    "run",
-]
 
 _MODULES = {
     "Config": "config.schema",

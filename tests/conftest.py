@@ -8,18 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.distributed import TCPStore
+from torch.utils._pytree import tree_flatten_with_path
 
 from ddp_trainer import registry
 from ddp_trainer.config.composition import compose as compose_words
@@ -41,26 +40,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a launch left."""
+class Finished(NamedTuple):
+    """The exit code of a launch, and its stdout and stderr as a user sees them."""
 
     code: int
     output: str
-    """stdout and stderr as a user sees them."""
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """Return this process's environment without what a launcher or Hydra put there."""
-    ours = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "HYDRA_FULL_ERROR",
-    )
+    ours = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR"]
     return {key: value for key, value in os.environ.items() if key not in ours} | extra
 
 
@@ -96,10 +85,18 @@ def launch(*overrides: str, ranks: int | None = None, deadline: float = 120, cwd
 
 
 def succeed(*overrides: str, **options: Any) -> Finished:
-    """Launch, and fail the test with the whole output unless the exit code is 0."""
+    """Launch, and fail the test with the output unless the exit code is 0."""
     done = launch(*overrides, **options)
     assert done.code == 0, done.output
     return done
+
+
+def wait_for(condition: Callable[[], object], *, seconds: float = 90) -> None:
+    """Return once `condition` holds; fail the test after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
 
 
 def records(run_dir: Path, tag: str | None = None) -> list[dict[str, Any]]:
@@ -113,10 +110,14 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text())
 
 
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the newest step checkpoint, 0 if there is none."""
+    return max((int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")), default=0)
+
+
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
     """Return the state in the newest step checkpoint."""
-    path = max((run_dir / "checkpoints").glob("step-*.pt"))
-    return torch.load(path, weights_only=True)
+    return torch.load(run_dir / f"checkpoints/step-{newest_step(run_dir):08d}.pt", weights_only=True)
 
 
 def trained_state(run_dir: Path) -> dict[str, Any]:
@@ -129,20 +130,15 @@ def trained_state(run_dir: Path) -> dict[str, Any]:
 
 def assert_bitwise(left: Any, right: Any) -> None:
     """Assert that two states are equal, tensors bit by bit."""
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_bitwise(left[key], right[key])
-    elif isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_bitwise(one, other)
-    else:
-        assert left == right
+    (ours, structure), (theirs, other_structure) = tree_flatten_with_path(left), tree_flatten_with_path(right)
+    assert structure == other_structure
+    for (path, one), (_, other) in zip(ours, theirs, strict=True):
+        assert type(one) is type(other), path
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype, path
+            assert torch.equal(one, other), path
+        else:
+            assert one == other, path
 
 
 @pytest.fixture
@@ -169,11 +165,9 @@ def train_in(tmp_path: Path) -> Callable[..., Path]:
 
 
 def _rank(rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], args: tuple) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         results.put((rank, function(*args), None))
     except BaseException:
@@ -201,11 +195,8 @@ def _start(world_size: int, results: Any, function: Callable[..., Any], args: tu
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
-    """Call a module-level ``function(*args)`` in `world_size` real processes; return what each returned, by rank.
-
-    What they return must be plain data: it crosses a process boundary.
-    """
-    results = multiprocessing.get_context("forkserver").Queue()
+    """Call a module-level ``function(*args)`` in `world_size` processes; return the results, plain data, by rank."""
+    results = forkserver().Queue()
     processes, _store = _start(world_size, results, function, args)
     try:
         answers = sorted((results.get(timeout=deadline) for _ in processes), key=lambda answer: answer[0])
@@ -221,15 +212,11 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline
     return [value for _, value, _ in answers]
 
 
-_NEEDED: list[Any] = []
-"""What the processes of `start_ranks` need as long as they live."""
-
-
-def start_ranks(world_size: int, overrides: tuple[str, ...]) -> list[Any]:
-    """Begin to train with `overrides` in so many processes and return them at once: to be killed, say."""
-    results = multiprocessing.get_context("forkserver").Queue()
-    processes, store = _start(world_size, results, _train, (compose(*overrides),))
-    _NEEDED.extend([results, store])
+def start_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a module-level ``function(*args)`` in so many processes and return them at once: to be killed, say."""
+    results = forkserver().Queue()
+    processes, store = _start(world_size, results, function, args)
+    processes[0].needed = (results, store)  # as long as the processes live
     return processes
 
 
@@ -241,23 +228,19 @@ def compose(*overrides: str) -> Config:
 @contextmanager
 def in_process_group(config: Config) -> Iterator[World]:
     """Join the process group of this process's ranks as `config` says, and leave it again."""
-    with process_group(
-        read_environment(),
-        device=config.device,
-        backend=config.backend,
-        num_threads=config.num_threads,
-        timeout_seconds=config.timeout_seconds,
-    ) as world:
+    names = ("device", "backend", "num_threads", "timeout_seconds")
+    with process_group(read_environment(), **{name: getattr(config, name) for name in names}) as world:
         yield world
 
 
-def _train(config: Config) -> str:
+def train(config: Config) -> str:
+    """Train as one rank, in one of the processes that `on_ranks` and `start_ranks` start."""
     return run(config).to_json()
 
 
 def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str, Any]:
     """Train with `overrides` on so many ranks and return the summary."""
-    return json.loads(on_ranks(world_size, _train, compose(*overrides), deadline=deadline)[0])
+    return json.loads(on_ranks(world_size, train, compose(*overrides), deadline=deadline)[0])
 
 
 def _train_one_after_another(configs: list[Config]) -> None:
@@ -274,24 +257,14 @@ def train_all(world_size: int, jobs: list[tuple[str, ...]], *, deadline: float =
 # --- CI: a skipped test is a failed run -----------------------------------------------------------------------
 
 
-def _unexcused(config: pytest.Config) -> list[Any]:
-    """Return the reports of what was skipped though CI=true: all but tests that need a GPU."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or os.environ.get("CI") != "true":
-        return []
-    return [report for report in reporter.stats.get("skipped", ()) if "gpu" not in report.keywords]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.exitstatus == pytest.ExitCode.OK and _unexcused(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for report in _unexcused(config):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Make a skipped test a failed one if CI=true, unless it needs a GPU."""
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true" and "gpu" not in report.keywords:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        terminalreporter.write_line(f"CI must not skip {report.nodeid}: {reason}", red=True)
+        report.outcome, report.longrepr = "failed", f"CI must not skip {item.nodeid}: {reason}"
+    return report
 
 
 # --- chaos: what was injected, how often, and what was lost -------------------------------------
@@ -301,7 +274,7 @@ TALLY: list[tuple[str, int, str]] = []
 
 @pytest.fixture
 def tally() -> list[tuple[str, int, str]]:
-    """Return the list to which a test adds (what was injected, how often, what was lost)."""
+    """Return the list to which a test adds (what was injected, how often, what was lost): the summary shows it."""
     return TALLY
 
 
@@ -312,10 +285,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
 
 
-def pytest_unconfigure() -> None:
-    """Print the tally as a table."""
-    if TALLY:
-        table = Table("injected", "times", "lost", title="chaos")
-        for what, times, lost in TALLY:
-            table.add_row(what, str(times), lost)
-        Console(width=120).print(table)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for what, times, lost in TALLY:
+        terminalreporter.write_line(f"chaos: {what}, {times} times; lost: {lost}")

@@ -1,12 +1,10 @@
 """The shape of the package: who imports whom, who reads the environment, how large things are, what starts at once."""
 
 import ast
-import functools
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -44,129 +42,107 @@ LAUNCHER_VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
 }  # fmt: skip
 
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-"""All but ddp_trainer/__init__.py, which only names what is public."""
+MODULES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path != PACKAGE / "__init__.py"
+}
+"""The syntax trees of all modules but ddp_trainer/__init__.py, which only names what is public."""
+FUNCTIONS = [
+    (f"{name}: {node.name}", node)
+    for name, tree in MODULES.items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.FunctionDef)
+]
 
 
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def unit_of(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
 
 
-def shown(path: Path) -> str:
-    return str(path.relative_to(PACKAGE))
+def dotted(name: str) -> str:
+    """Return the module's name as an import has it, ``ddp_trainer.data.dataset``."""
+    return ".".join(["ddp_trainer", *name.removesuffix(".py").removesuffix("/__init__").split("/")])
 
 
-def name_of(path: Path) -> str:
-    """Return the name of a module, ``ddp_trainer.data.dataset``."""
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_names(path: Path) -> set[str]:
-    """Return all that `path` imports, at its top or inside of a function, as ``package.module.name``."""
+def imported_names(tree: ast.Module) -> set[str]:
+    """Return all that a module imports, at its top or inside of a function, as ``package.module.name``."""
     names = set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{shown(path)}:{node.lineno} imports relatively"
+            assert node.level == 0, f"relative import of {node.module}"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
-    for path in MODULES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef):
-                yield path, node
-
-
 def parameters_of(function: ast.FunctionDef) -> list[ast.arg]:
-    arguments = function.args
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
 
 
 # --- imports --------------------------------------------------------------------------------------
 
 
 def test_every_unit_has_its_place_and_its_purpose() -> None:
-    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} == set(MAY_IMPORT)
-    for folder in {path.parent for path in MODULES} - {PACKAGE}:
-        purpose = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
-        assert re.match(r"[A-Z].+\.", purpose), f"{shown(folder)}/__init__.py must begin with its purpose"
+    assert set(map(unit_of, MODULES)) == set(MAY_IMPORT)
+    for folder in {name.rpartition("/")[0] for name in MODULES} - {""}:
+        purpose = ast.get_docstring(MODULES[f"{folder}/__init__.py"]) or ""
+        assert re.match(r"[A-Z].+\.", purpose), f"{folder}/__init__.py must begin with its purpose"
 
 
-def test_the_allowed_imports_have_no_cycle() -> None:
-    order = list(MAY_IMPORT)
-    for unit, others in MAY_IMPORT.items():
-        assert others <= set(order[: order.index(unit)])
-
-
-@pytest.mark.parametrize("path", MODULES, ids=shown)
-def test_a_module_imports_what_its_unit_may(path: Path) -> None:
-    unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    units = {name.split(".")[1] for name in imported_names(path) if name.startswith("ddp_trainer.")}
-    assert units - {unit, "__version__"} <= MAY_IMPORT[unit]
-
-
-def test_modules_import_each_other_without_a_cycle() -> None:
-    known = {name_of(path) for path in MODULES}
-    graph = {
-        name_of(path): {
-            other for name in imported_names(path) for other in (name, name.rpartition(".")[0]) if other in known
-        } - {name_of(path)}
-        for path in MODULES
-    }  # fmt: skip
+def test_modules_import_what_their_unit_may_without_a_cycle() -> None:
+    for number, others in enumerate(MAY_IMPORT.values()):
+        assert others <= set(list(MAY_IMPORT)[:number])
+    known, graph = set(map(dotted, MODULES)), {}
+    for name, tree in MODULES.items():
+        imported = {other for other in imported_names(tree) if other.startswith("ddp_trainer.")}
+        units = {other.split(".")[1] for other in imported} - {unit_of(name), "__version__"}
+        assert units <= MAY_IMPORT[unit_of(name)], name
+        graph[dotted(name)] = (imported | {other.rpartition(".")[0] for other in imported}) & known - {dotted(name)}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+@pytest.mark.parametrize("unit", ["registry", "config", "distributed/environment"])
+def test_what_answers_before_training_imports_no_torch(unit: str) -> None:
+    trees = [tree for name, tree in MODULES.items() if name.startswith((f"{unit}/", f"{unit}.py"))]
+    assert trees
+    assert not [name for tree in trees for name in imported_names(tree) if name.split(".")[0].startswith("torch")]
 
 
 # --- the environment ------------------------------------------------------------------------------
 
 
-def test_only_environment_names_the_launchers_variables() -> None:
-    readers = {
-        shown(path) for path in MODULES for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Constant) and node.value in LAUNCHER_VARIABLES
-    }  # fmt: skip
-    assert readers == {"distributed/environment.py"}
-
-
-def test_only_environment_reads_variables() -> None:
+def test_only_environment_reads_variables_and_names_those_of_launchers() -> None:
     def reads_variable(node: ast.AST) -> bool:
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            return ast.unparse(node.value) == "os.environ"
-        return isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.getenv", "os.environ.get")
+        match node:
+            case ast.Subscript(ctx=ast.Load()):
+                return ast.unparse(node.value) == "os.environ"
+            case ast.Call():
+                return ast.unparse(node.func) in ("os.getenv", "os.environ.get")
+            case ast.Constant():
+                return node.value in LAUNCHER_VARIABLES
+        return False
 
-    readers = {shown(path) for path in MODULES if any(map(reads_variable, ast.walk(tree_of(path))))}
-    assert readers <= {"distributed/environment.py"}
+    readers = {name for name, tree in MODULES.items() if any(map(reads_variable, ast.walk(tree)))}
+    assert readers == {"distributed/environment.py"}
 
 
 # --- sizes ----------------------------------------------------------------------------------------
 
 
 def test_modules_and_functions_are_short() -> None:
-    long_modules = {shown(path): len(path.read_text().splitlines()) for path in MODULES}
-    assert {name: lines for name, lines in long_modules.items() if lines > MAX_MODULE_LINES} == {}
-    long_functions = {
-        f"{shown(path)}: {function.name}": (function.end_lineno or 0) - function.lineno + 1
-        for path, function in functions()
-    }
-    assert {name: lines for name, lines in long_functions.items() if lines > MAX_FUNCTION_LINES} == {}
+    lines = {name: len((PACKAGE / name).read_text().splitlines()) for name in MODULES}
+    assert {name: count for name, count in lines.items() if count > MAX_MODULE_LINES} == {}
+    lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in FUNCTIONS}
+    assert {name: count for name, count in lines.items() if count > MAX_FUNCTION_LINES} == {}
 
 
-def test_constructors_have_few_arguments() -> None:
-    counts = {shown(path): len(parameters_of(node)) - 1 for path, node in functions() if node.name == "__init__"}
+def test_constructors_have_few_arguments_and_few_functions_take_the_whole_config() -> None:
+    counts = {name: len(parameters_of(node)) - 1 for name, node in FUNCTIONS if node.name == "__init__"}
     assert {name: count for name, count in counts.items() if count > MAX_ARGUMENTS} == {}
-
-
-def test_few_functions_take_the_whole_config() -> None:
-    takers = [
-        f"{shown(path)}: {function.name}"
-        for path, function in functions()
-        for parameter in parameters_of(function)
-        if parameter.annotation is not None and "Config" in ast.unparse(parameter.annotation).split(" | ")
-    ]
+    annotations = {name: {ast.unparse(p.annotation or p) for p in parameters_of(node)} for name, node in FUNCTIONS}
+    takers = [name for name, types in annotations.items() if types & {"Config", "Config | None"}]
     assert len(takers) <= MAX_WHOLE_CONFIGS, "\n".join(takers)
 
 
@@ -183,13 +159,6 @@ def test_help_imports_no_torch_and_takes_less_than_a_second(without_torch: dict[
     assert min(seconds() for _ in range(3)) < 1
 
 
-@pytest.mark.parametrize("unit", ["registry", "config", "distributed/environment.py"])
-def test_what_answers_before_training_imports_no_torch(unit: str) -> None:
-    place = PACKAGE / unit
-    for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
-        assert not {name for name in imported_names(path) if name.split(".")[0].startswith("torch")}
-
-
 # --- the README -----------------------------------------------------------------------------------
 
 
@@ -198,6 +167,6 @@ def test_the_reading_order_names_every_folder_and_only_what_exists() -> None:
     order = (PACKAGE.parent / "README.md").read_text().partition("## Reading order")[2]
     names = re.findall(r"`([\w/]+(?:/|\.py))`", order)
     assert all((PACKAGE / name).exists() for name in names)
-    assert {f"{path.parent.relative_to(PACKAGE).parts[0]}/" for path in MODULES if path.parent != PACKAGE} <= set(names)
+    assert {f"{unit_of(name)}/" for name in MODULES if "/" in name} <= set(names)
     path = [PACKAGE / name for name in names if name.endswith(".py")]
     assert sum(len(module.read_text().splitlines()) for module in path) <= 2500

@@ -58,40 +58,24 @@ def test_a_strategy_trains_on_one_gpu(sync: str, train_in: Callable[..., Path]) 
     torch.testing.assert_close(newest_checkpoint(it)["model"], newest_checkpoint(alone)["model"])
 
 
-def _train_without_waiting(overrides: tuple[str, ...]) -> None:
-    """Train with `overrides`; CUDA raises an error where a step waits for the device."""
-    take_step, taken = TrainStep.__call__, [0]
+def _train_without_waiting(overrides: tuple[str, ...]) -> list[str]:
+    """Train with `overrides`; CUDA raises an error where a step waits for the device. Return where the images were."""
+    take_step, devices = TrainStep.__call__, list[str]()
 
     def step(self: TrainStep, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        taken[0] += 1
-        torch.cuda.set_sync_debug_mode("error" if taken[0] > 2 else "default")  # the first fill caches
+        devices.append(images.device.type)
+        torch.cuda.set_sync_debug_mode("error" if len(devices) > 2 else "default")  # the first fill caches
         loss = take_step(self, images, labels)
         torch.cuda.set_sync_debug_mode("default")
         return loss
 
     TrainStep.__call__ = step
     run(compose(*overrides))
-
-
-@pytest.mark.parametrize("extra", [(), ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2")])
-def test_no_step_waits_for_the_device(extra: tuple[str, ...], tmp_path: Path) -> None:
-    on_ranks(1, _train_without_waiting, (*GPU, f"output_dir={tmp_path}", "name=run", *extra), deadline=120)
-
-
-def _batches(overrides: tuple[str, ...]) -> list[str]:
-    """Train with `overrides`; return where each batch was when the loader gave it away."""
-    devices: list[str] = []
-    original = TrainStep.__call__
-
-    def step(self: TrainStep, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        devices.append(images.device.type)
-        return original(self, images, labels)
-
-    TrainStep.__call__ = step
-    run(compose(*overrides))
     return devices
 
 
-def test_images_live_on_the_device(tmp_path: Path) -> None:
-    [devices] = on_ranks(1, _batches, (*GPU, f"output_dir={tmp_path}", "name=run"), deadline=120)
+@pytest.mark.parametrize("extra", [(), ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2")])
+def test_no_step_waits_for_the_device_which_holds_the_images(extra: tuple[str, ...], tmp_path: Path) -> None:
+    overrides = (*GPU, f"output_dir={tmp_path}", "name=run", *extra)
+    [devices] = on_ranks(1, _train_without_waiting, overrides, deadline=120)
     assert set(devices) == {"cuda"}

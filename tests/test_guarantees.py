@@ -1,17 +1,20 @@
 """World-size invariance: the same training at any world size; no host synchronization in a step."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, compose, newest_checkpoint, on_ranks, read_summary, records, train_on
+from conftest import TINY, compose, newest_checkpoint, on_ranks, read_summary, records, train_all
 
 from ddp_trainer.training.run import run
 from ddp_trainer.training.step import TrainStep
 
-FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+JOBS = {
+    "whole": (),
+    "microbatches": ("gradient_accumulation_steps=3",),
+    "few": ("data.num_eval=2", "max_steps=1"),  # fewer evaluation samples than ranks
+}
 
 
 def assert_same_training(one: Path, other: Path) -> None:
@@ -22,53 +25,27 @@ def assert_same_training(one: Path, other: Path) -> None:
     torch.testing.assert_close(newest_checkpoint(one)["model"], newest_checkpoint(other)["model"])
 
 
+def train_jobs(ranks: int, folder: Path, *extra: str) -> None:
+    common = (*TINY, "data.augment.random_crop_padding=2", "data.augment.random_hflip=true",
+              "data.augment.random_erasing=0.5", "global_batch_size=13", f"output_dir={folder}", *extra)  # fmt: skip
+    train_all(ranks, [(*common, *job, f"name={name}") for name, job in JOBS.items()])
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    train_on(1, f"output_dir={folder}", "name=alone", "sync=none", *TINY, *AUGMENTED)
-    return folder / "alone"
-
-
-AUGMENTED = ("data.augment.random_crop_padding=2", "data.augment.random_hflip=true", "data.augment.random_erasing=0.5",
-             "global_batch_size=13")  # fmt: skip
+    train_jobs(1, folder, "sync=none")
+    return folder / "whole"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_same_training_at_any_world_size(ranks: int, alone: Path, train_in: Callable[..., Path]) -> None:
-    assert_same_training(alone, train_in("many", *TINY, *AUGMENTED, ranks=ranks))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_same_training_in_microbatches(ranks: int, alone: Path, train_in: Callable[..., Path]) -> None:
-    assert_same_training(alone, train_in("micro", *TINY, *AUGMENTED, "gradient_accumulation_steps=3", ranks=ranks))
-
-
-def test_each_evaluation_sample_counts_once_with_more_ranks_than_samples(
-    train_in: Callable[..., Path],
-) -> None:
-    run_dir = train_in("few", *TINY, "data.num_eval=2", ranks=3)
-    assert read_summary(run_dir)["eval/count"] == 2
-
-
-def test_an_epoch_uses_each_training_sample_once_but_the_dropped_tail(train_in: Callable[..., Path]) -> None:
-    run_dir = train_in("ledger", *TINY, "global_batch_size=10", ranks=2)
-    assert [record["samples/count"] for record in records(run_dir, "samples/count")] == [90, 90]
-
-
-@pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")
-def test_lenet_on_fashion_mnist_trains_alike_on_one_to_four_ranks(train_in: Callable[..., Path]) -> None:
-    overrides = (
-        "model=lenet",
-        "data=fashion_mnist",
-        "precision=fp32",
-        "global_batch_size=200",
-        "max_steps=25",
-    )
-    runs = [train_in(f"w{ranks}", *overrides, ranks=ranks) for ranks in (1, 2, 3, 4)]
-    for run_dir in runs:
-        assert read_summary(run_dir)["eval/count"] == 10_000
-    for run_dir in runs[1:]:
-        assert_same_training(runs[0], run_dir)
+def test_the_same_training_at_any_world_size(ranks: int, alone: Path, tmp_path: Path) -> None:
+    train_jobs(ranks, tmp_path)
+    for name in ("whole", "microbatches"):
+        assert_same_training(alone, tmp_path / name)
+        counts = [record["samples/count"] for record in records(tmp_path / name, "samples/count")]
+        assert counts == [91, 91]  # each of the 96 samples once, but the tail, which fills no batch of 13
+    assert read_summary(tmp_path / "few")["eval/count"] == 2
 
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")

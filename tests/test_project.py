@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tarfile
 import venv
+import zipfile
 from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import Finished, compose, read_summary, run_command
+from conftest import compose, read_summary, run_command, torchrun
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import ddp_trainer
@@ -40,63 +41,35 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of a new environment that holds the wheel; what it depends on is borrowed from ours."""
-    folder = tmp_path_factory.mktemp("clean")
-    venv.create(folder, symlinks=True)
-    [packages] = folder.glob("lib/python*/site-packages")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet",
-         "--disable-pip-version-check", "--no-deps", "--no-index", str(wheel)],
-        check=True, timeout=60,
-    )  # fmt: skip
+def test_the_wheel_holds_the_package_and_nothing_of_the_checkout(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"ddp_trainer/py.typed", "ddp_trainer/conf/config.yaml"} <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_trainer", "hydra_plugins"}
+
+
+def test_the_installed_wheel_trains_from_another_directory(wheel: Path, tmp_path: Path) -> None:
+    """Its commands run in a new environment that holds the wheel; the packages that it needs are borrowed from ours."""
+    venv.create(tmp_path / "env", symlinks=True)
+    [packages] = (tmp_path / "env").glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", f"{tmp_path}/env/bin/python", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--disable-pip-version-check", "--no-index", str(wheel)], check=True, timeout=60)
     # A path in a .pth file comes after the environment's own packages, and a .pth file in it is not followed:
     # the wheel wins, and the checkout, which is in ours as an editable install, is out of reach.
     (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    return folder / "bin"
 
+    def installed(command: str, *words: str) -> str:
+        done = run_command([f"{tmp_path}/env/bin/{command}", *words], cwd=tmp_path, PYTHONPATH="")
+        assert done.code == (2 if "--multirun" in words else 0), done.output
+        return done.output
 
-def in_wheel(installed: Path, *command: str, cwd: Path, deadline: float = 120) -> Finished:
-    return run_command([str(installed / command[0]), *command[1:]], cwd=cwd, deadline=deadline, PYTHONPATH="")
-
-
-def test_the_wheel_trains_digits_from_another_directory(installed: Path, tmp_path: Path) -> None:
-    done = in_wheel(installed, "python", "-m", "torch.distributed.run", "--master-port=29511", "--nproc_per_node=2",
-                    "-m", "ddp_trainer", "model=lenet", "epochs=1", "max_steps=3", "name=run",
-                    cwd=tmp_path)  # fmt: skip
-    assert done.code == 0, done.output
+    where = installed("python", "-c", "from ddp_trainer.config.composition import config_dir; print(config_dir())")
+    assert where == f"{packages.resolve()}/ddp_trainer/conf\n"
+    launchers = ("hydra/launcher=torchrun", "hydra.launcher.max_parallel=0")
+    error = installed("ddp-trainer", "--multirun", *launchers)
+    assert error == "error: hydra.launcher.max_parallel=0 must be greater than 0\n"
+    installed("python", *torchrun(2)[1:], "-m", "ddp_trainer", "model=lenet", "max_steps=3", "name=run")
     summary = read_summary(tmp_path / "outputs" / "run")
     assert (summary["steps"], summary["world_size"], summary["eval/count"]) == (3, 2, 355)
-
-
-def test_the_wheel_brings_its_groups_and_its_command(installed: Path, tmp_path: Path) -> None:
-    where = in_wheel(
-        installed,
-        "python",
-        "-c",
-        "from ddp_trainer.config.composition import config_dir; print(config_dir())",
-        cwd=tmp_path,
-    )
-    assert Path(where.output.strip()).is_relative_to(installed.parent.resolve())
-    done = in_wheel(installed, "ddp-trainer", "--cfg", "job", "experiment=digits_resnet18", cwd=tmp_path)
-    assert done.code == 0, done.output
-    assert "name: resnet18" in done.output
-
-
-def test_the_wheel_brings_its_launchers(installed: Path, tmp_path: Path) -> None:
-    done = in_wheel(installed, "ddp-trainer", "--multirun", "hydra/launcher=torchrun", "hydra.launcher.max_parallel=0",
-                    cwd=tmp_path)  # fmt: skip
-    assert done.output == "error: hydra.launcher.max_parallel=0 must be greater than 0\n"
-
-
-def test_the_wheel_holds_the_package_and_nothing_of_the_checkout(wheel: Path) -> None:
-    listing = subprocess.run(
-        [sys.executable, "-m", "zipfile", "--list", str(wheel)], capture_output=True, text=True, check=True
-    )
-    names = {line.split()[0] for line in listing.stdout.splitlines()[1:]}
-    assert {"ddp_trainer/py.typed", "ddp_trainer/conf/config.yaml"} <= names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"ddp_trainer", "hydra_plugins"}
 
 
 # --- what the papers say --------------------------------------------------------------------------
@@ -130,34 +103,26 @@ def overrides_in(command: str) -> list[str]:
 def jobs_of(overrides: list[str]) -> list[tuple[str, ...]]:
     """Expand ``a=1,2`` into one list of overrides a job."""
     parsed = OverridesParser.create().parse_overrides(overrides)
-    choices = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_discrete_sweep()
-        else [f"{override.get_key_element()}={override.value().start}"]  # type: ignore[union-attr]
-        if override.is_interval_sweep()
-        else [text]
-        for override, text in zip(parsed, overrides, strict=True)
-    ]
+    choices = []
+    for override, word in zip(parsed, overrides, strict=True):
+        if override.is_discrete_sweep():
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([re.sub(r"interval\((.+?),.*\)", r"\1", word)])
     return list(product(*choices))
 
 
-@pytest.mark.parametrize("command", commands())
-def test_every_command_in_the_papers_composes(command: str) -> None:
+def test_every_command_in_the_papers_composes() -> None:
     register_launchers()
-    for job in jobs_of(overrides_in(command)):
+    jobs = {job for command in commands() for job in jobs_of(overrides_in(command))}
+    assert len(jobs) >= 5
+    for job in jobs:
         compose(*job)
 
 
-def test_the_papers_show_commands() -> None:
-    assert len(commands()) >= 5
-
-
-def test_papers_are_short() -> None:
+def test_papers_are_short_and_their_links_lead_to_files() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
-
-
-def test_links_in_the_papers_lead_to_files() -> None:
     for paper in PAPERS:
         for target in re.findall(r"\]\(([^)#:]+)\)", paper.read_text()):
             assert (paper.parent / target).exists(), f"{paper.name} links to {target}"
@@ -166,27 +131,19 @@ def test_links_in_the_papers_lead_to_files() -> None:
 def test_the_readme_names_every_choice_of_every_group() -> None:
     rows = dict(re.findall(r"^\| `(\w+)=` \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
     named = {group: set(re.findall(r"`(\w+)`", choices)) for group, choices in rows.items()}
-    expected = {
-        group: {
-            name
-            for name, choice in registry.choices(group).items()
-            if choice.schema.__module__.startswith("ddp_trainer.")
-        }
-        for group in registry.groups()
-    }
-    experiments = {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
-    assert named == expected | {"experiment": experiments}
+    expected = {"experiment": {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}}
+    for group in registry.groups():
+        schemas = {name: choice.schema.__module__ for name, choice in registry.choices(group).items()}
+        expected[group] = {name for name, module in schemas.items() if module.startswith("ddp_trainer.")}
+    assert named == expected
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_the_changelog_begins_with_this_version_and_constraints_are_exact() -> None:
     versions = re.findall(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == ddp_trainer.__version__
-
-
-def test_constraints_hold_names_and_exact_versions_only() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
-    assert {"torch==2.14.1", "torchvision==0.29.1"} <= set(lines)
+    assert {"torch", "torchvision", "hydra-core"} <= {line.partition("==")[0] for line in lines}
 
 
 # --- CI -------------------------------------------------------------------------------------------
@@ -210,4 +167,7 @@ def test_in_ci_a_skipped_test_fails_the_run_unless_it_needs_a_gpu(tmp_path: Path
                "-p", "no:cacheprovider", str(tmp_path)]  # fmt: skip
     done = run_command(command, cwd=tmp_path, CI="true", PYTHONPATH=str(ROOT / "tests"))
     assert done.code == 1, done.output
-    assert re.findall("CI must not skip .*::(.*)", done.output) == ["test_moon: Skipped: the moon is full"]
+    assert re.findall("^CI must not skip .*::(.*)", done.output, re.MULTILINE) == [
+        "test_moon: Skipped: the moon is full"
+    ]
+    assert "1 failed, 1 skipped" in done.output

@@ -14,7 +14,7 @@ from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.datasets.idx import read_split
 from ddp_trainer.data.loaders import Batch, Normalize, TrainLoader
-from ddp_trainer.data.resident import ResidentReader
+from ddp_trainer.data.readers import ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 
 
@@ -30,7 +30,7 @@ def train(job: Job) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device, layout = place(job, int(os.environ["LOCAL_RANK"])), torch.channels_last
     torch.manual_seed(0)
-    images = read_split(job.data, "train", num_classes=10)
+    images = read_split(job.data, "train")
     loader = TrainLoader(
         ResidentReader(images, device=device),
         sampler=GlobalBatchSampler(images, global_batch_size=job.batch_size * world_size),

@@ -8,11 +8,11 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 
-from ddp_trainer.distributed.files import fsync_directory
+from ddp_trainer.distributed.files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -26,42 +26,27 @@ class DamagedCheckpointError(Exception):
     """The file is not what was written; the message says how."""
 
 
-class _Hashing(io.RawIOBase):
-    """A file that is hashed while it is written."""
-
-    def __init__(self, file: io.BufferedWriter) -> None:
-        self.file, self.sha256 = file, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
     """Write `state` to `path`, and to `also`, so that at any moment the old file or the new one is there, complete.
 
     `also` is replaced first: a kill between the two loses neither, because the step is then repeated.
-
-    Raises:
-        OSError: the disk is full, read-only or over its quota; `path` is as it was.
+    OSError if the disk is full, read-only or over its quota; `path` is then as it was.
     """
-    temporary = path.with_name(f".{path.name}.writing")
     try:
-        with open(temporary, "wb") as file:
-            hashing = _Hashing(file)
-            torch.save(state, cast(IO[bytes], hashing))
-            file.write(MAGIC + hashing.sha256.digest())
+        with replace_file(path) as file:
+            torch.save(state, file)
+            file.seek(0)
+            file.write(MAGIC + hashlib.file_digest(file, "sha256").digest())
             file.flush()
             os.fsync(file.fileno())
-        if also is not None:
-            try_link(temporary, also)
-        os.replace(temporary, path)
-        fsync_directory(path.parent)
+            if also is not None:
+                try_link(Path(file.name), also)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # a rename is durable only then
+        finally:
+            os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-        temporary.unlink(missing_ok=True)
         raise OSError(f"{path} was not written: {error}") from error
 
 
@@ -81,30 +66,21 @@ def try_link(source: Path, path: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of the checkpoint file `path` after checking its checksum.
-
-    Raises:
-        DamagedCheckpointError: it is truncated, altered, or not a checkpoint.
-    """
+    """Return the content of the checkpoint file `path`; DamagedCheckpointError if its checksum does not match."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(f"cannot be read ({error})") from error
     if data[-TRAILER_BYTES:-32] != MAGIC:
-        raise DamagedCheckpointError(
-            f"does not end with a checksum ({len(data)} bytes): truncated, or not written by this program"
-        )
+        size = f"{len(data)} bytes"
+        raise DamagedCheckpointError(f"does not end with a checksum ({size}): truncated, or not written by ddp_trainer")
     if hashlib.sha256(memoryview(data)[:-TRAILER_BYTES]).digest() != data[-32:]:
         raise DamagedCheckpointError("does not match its checksum: altered after it was written")
     return data
 
 
 def parse(data: bytes) -> State:
-    """Return the state in `data`; builtins and tensors only, so that nothing in a file can run.
-
-    Raises:
-        DamagedCheckpointError: it holds anything else.
-    """
+    """Return the state in `data`; DamagedCheckpointError unless it is builtins and tensors, so that nothing can run."""
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:

@@ -2,10 +2,11 @@
 
 import errno
 import fcntl
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from io import BufferedWriter
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,52 +30,44 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
 
     A directory without a checkpoint holds nothing of a run that could be lost, and accepts any config.
     The lock is a file beside the directory, so that it stays valid when the directory is renamed; the kernel
-    releases it when this process ends, however it ends. Rank 0 only.
+    releases it when this process ends, however it ends. Rank 0 only. Yields the new path of a run that was renamed.
 
-    Yields the new path of the former run, if it was renamed.
-
-    Raises:
-        ConfigError: it cannot be written, it belongs to another config, or resume=must finds no checkpoint in it.
-        TransientError: another launch is running in it, or the file system does not answer or has no locks.
+    ConfigError if it cannot be written, belongs to another config, or has no checkpoint for resume=must;
+    TransientError if another launch is running in it, or the file system does not answer or has no locks.
     """
     require(
         resume is not Resume.must or has_checkpoint(run_dir),
         f"resume=must needs a checkpoint and {run_dir} has none: check name and output_dir, or use resume=auto",
     )
-    lock: int | None = None
-    try:
+    with ExitStack() as stack:
         try:
             run_dir.parent.mkdir(parents=True, exist_ok=True)
-            lock = _lock(run_dir)
+            _lock(stack.enter_context(open(run_dir.with_name(f".{run_dir.name}.lock"), "ab")), run_dir)
             backup_dir = _rename(run_dir) if resume is Resume.never and run_dir.exists() else None
             run_dir.mkdir(exist_ok=True)
-            _check_config(run_dir, config)
+            path = run_dir / "config.yaml"
+            if has_checkpoint(run_dir) and path.exists():
+                check_changes(_read_config(path), config, run_dir=run_dir)
+            replace_text(path, yaml.safe_dump(config, sort_keys=False))
         except OSError as error:
             kind = ConfigError if error.errno in USER_ERRORS else TransientError
             problem = "there is a file of that name" if error.errno == errno.EEXIST else error
             raise kind(f"output_dir={run_dir.parent} must be a folder that can be written: {problem}") from error
         yield backup_dir
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
-def _lock(run_dir: Path) -> int:
-    descriptor = os.open(run_dir.with_name(f".{run_dir.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(file: BufferedWriter, run_dir: Path) -> None:
+    """Lock `file` until it is closed; TransientError if another process holds the lock."""
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise TransientError(
-                    f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
-                ) from None
+                fix = "wait for it, stop it, or choose name=…"
+                raise TransientError(f"another launch is running in {run_dir}: {fix}") from None
             time.sleep(0.1)
         except OSError as error:
-            os.close(descriptor)
             raise TransientError(
                 f"{run_dir.parent} cannot be locked ({error.strerror}): mount the file system with locks (Lustre: "
                 "-o flock), or set output_dir to another one"
@@ -87,25 +80,12 @@ def has_checkpoint(run_dir: Path) -> bool:
 
 
 def _rename(run_dir: Path) -> Path:
-    number = 1
-    while (backup_dir := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
-        number += 1
-    return run_dir.rename(backup_dir)
-
-
-def _check_config(run_dir: Path, config: dict[str, Any]) -> None:
-    path = run_dir / "config.yaml"
-    if has_checkpoint(run_dir) and path.exists():
-        check_changes(_read_config(path), config, run_dir=run_dir)
-    replace_text(path, yaml.safe_dump(config, sort_keys=False))
+    backup_dirs = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in count(1))
+    return run_dir.rename(next(path for path in backup_dirs if not path.exists()))
 
 
 def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) -> None:
-    """Check that two configs (as builtins) train alike.
-
-    Raises:
-        ConfigError: names the keys that differ.
-    """
+    """Check that two configs (as builtins) train alike; ConfigError names the keys that differ."""
     changes = training_changes(old, new)
     require(
         not changes,

@@ -2,10 +2,9 @@
 
 import logging
 import re
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -40,9 +39,7 @@ class CheckpointStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.wait()
         self._pool.shutdown()
 
@@ -52,32 +49,29 @@ class CheckpointStore:
         return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def restore(self, target: Checkpointable) -> bool:
-        """Load the newest good checkpoint into `target`; return False if there is none.
+        """Load the newest good checkpoint into `target`; False if there is none, ConfigError if all are damaged.
 
         Rank 0 reads it and every rank gets the same bytes. Collective: every rank must call this.
-
-        Raises:
-            ConfigError: there are some, and all of them are damaged.
         """
         data = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else bytes)
-        data = self.world.broadcast_bytes(data)
-        if not data:
-            return False
-        target.load_state_dict(parse(data))
-        return True
+        if data := self.world.broadcast_bytes(data):
+            target.load_state_dict(parse(data))
+        return bool(data)
 
     def _read_newest(self) -> bytes:
-        paths, damaged = self.paths(), []
-        for path in paths:
+        """Return the content of the newest good checkpoint, empty if there is none; rename damaged ones before it."""
+        paths = self.paths()
+        for number, path in enumerate(paths):
             try:
                 data = read_bytes(path)
                 state = parse(data)
             except DamagedCheckpointError as error:
                 logger.warning("checkpoint %s %s: trying the one before it", path, error)
-                damaged.append(path)
                 continue
             logger.info("resumed from %s (epoch %d, step %d)", path, state["epoch"], state["step"])
-            self._set_aside(damaged)
+            for damaged in paths[:number]:  # retention would keep them in place of good ones
+                with suppress(OSError):
+                    damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
             self.last_good = path
             return data
         if paths:
@@ -87,22 +81,12 @@ class CheckpointStore:
             )
         return b""
 
-    def _set_aside(self, damaged: list[Path]) -> None:
-        """Rename damaged checkpoints, because retention would otherwise keep them in place of good ones."""
-        for path in damaged:
-            try:
-                path.rename(path.with_name(f"{path.name}.damaged"))
-            except OSError as error:
-                logger.warning("%s could not be renamed: %s", path, error)
-
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
         """Copy the state of `source` and write it in the background. Collective: every rank must call this."""
         state = source.state_dict()
-        if not self.world.is_main:
-            return
-        self.wait()
-        snapshot = _to_host(state)
-        self._pending = self._pool.submit(self._write, snapshot, is_best and self.config.keep_best)
+        if self.world.is_main:
+            self.wait()
+            self._pending = self._pool.submit(self._write, _to_host(state), is_best and self.config.keep_best)
 
     def wait(self) -> None:
         """Return once the last save is on disk, or has failed with a warning."""
@@ -117,30 +101,22 @@ class CheckpointStore:
             for leftover in self.folder.glob(".*.writing"):  # of a launch that was killed
                 leftover.unlink()
             write_file(path, state, also=best if is_best else None)
-        except OSError as error:
-            logger.warning("%s; training continues, the last good checkpoint is %s", error, self.last_good)
-            return
-        self.last_good = path
-        try:
+            self.last_good = path
             for old in self.paths()[self.config.keep_last :]:
                 if old != path:
                     old.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("old checkpoints in %s could not be deleted (%s); training continues", self.folder, error)
+            logger.warning("%s; training continues, the last good checkpoint is %s", error, self.last_good)
 
 
 def _to_host(value: Any) -> Any:
     """Return a deep copy with every tensor on the CPU, apart from the tensors that training changes."""
-    return _map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
-
-
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     match value:
         case torch.Tensor():
-            return change(value)
+            return value.detach().to("cpu", copy=True)
         case dict():
-            return {key: _map_tensors(item, change) for key, item in value.items()}
+            return {key: _to_host(item) for key, item in value.items()}
         case list() | tuple():
-            return type(value)(_map_tensors(item, change) for item in value)
+            return type(value)(_to_host(item) for item in value)
         case _:
             return value

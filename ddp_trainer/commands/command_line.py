@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import hydra
 from hydra.errors import HydraException
@@ -14,6 +14,7 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
 from ddp_trainer.config.composition import config_dir, job_dir, register_configs, to_config
 from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, JobError, TransientError
 from ddp_trainer.config.messages import check_overrides, format_config_error
@@ -22,8 +23,22 @@ from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.failure_report import report_failure
 from ddp_trainer.registry import PluginError
 
+T = TypeVar("T")
+
 RANK_0_SECONDS = 5.0
 """How long other nodes wait for rank 0 to print an error: torchrun ends all ranks once one has exited."""
+
+
+def run_command(
+    command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str
+) -> None:
+    """Call ``command(config, run_dir, options)`` with what `words` say, or print the help that they ask for."""
+    if wants_help(words):
+        print_help(f"{program()} {command.__name__} [option=value …] [key=value …]", description, schema)
+        return
+    with errors_as_exit_codes():
+        options, overrides = parse_options(schema, words)
+    for_each_job(lambda config, run_dir: command(config, run_dir, options), overrides)
 
 
 class EndSweep(BaseException):  # Hydra collects what is an Exception and goes on with the next job
@@ -31,10 +46,7 @@ class EndSweep(BaseException):  # Hydra collects what is an Exception and goes o
 
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
-    """Compose `words` and call ``function(config, run_dir)``: once, or for each job of a sweep.
-
-    Exits with 2 for the user's input and with 1 for anything else that `function` raises.
-    """
+    """Compose `words` and call ``function(config, run_dir)``, for each job of a sweep; exit as on any error."""
     sys.argv[1:] = words
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
 
@@ -73,23 +85,17 @@ class errors_as_exit_codes:  # noqa: N801  # used as a function: with errors_as_
 
 
 def check_arguments() -> None:
-    """Refuse flags that Hydra does not know (argparse would print its usage, on every rank) and bad overrides.
-
-    Raises:
-        ConfigError: names the argument.
-    """
+    """Refuse bad overrides and unknown flags, for which argparse would print its usage on every rank; ConfigError."""
 
     def reject(message: str) -> NoReturn:
-        text = message.removeprefix("unrecognized arguments: ")
-        if text == message:
+        word = message.removeprefix("unrecognized arguments: ").split()[0]
+        if not message.startswith("unrecognized arguments: "):
             raise ConfigError(message)
-        if not text.startswith("-"):
+        if word.startswith("-"):
             raise ConfigError(
-                f"{text} is separated from the other keys by a flag: put all flags before or after the keys"
+                f"{word} is not a flag: set a key without dashes, key=value; --hydra-help lists the flags"
             )
-        raise ConfigError(
-            f"{text.split()[0]} is not a flag: set a key without dashes, key=value; --hydra-help lists the flags"
-        )
+        raise ConfigError(f"{word} is separated from the other keys by a flag: put all flags before or after the keys")
 
     parser = get_args_parser()
     parser.error = reject  # type: ignore[method-assign]

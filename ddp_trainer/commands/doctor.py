@@ -11,34 +11,34 @@ import os
 import re
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
-from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
-from ddp_trainer.config.errors import USER_ERROR, require_positive
+from ddp_trainer.commands.command_line import run_command
+from ddp_trainer.config.errors import POSITIVE, USER_ERROR
 from ddp_trainer.config.schema import Config
-from ddp_trainer.distributed.environment import Environment, interface_towards, read_environment, usable_cores
+from ddp_trainer.distributed.environment import (
+    Environment,
+    installed_versions,
+    interface_towards,
+    read_environment,
+    usable_cores,
+)
 from ddp_trainer.distributed.process_group import World, process_group
-from ddp_trainer.distributed.versions import installed_versions
 from ddp_trainer.launch.node_check.client import CLOCK_SECONDS
-from ddp_trainer.performance.timing import call_seconds
+from ddp_trainer.performance.timing import median_seconds
 
 MB = 2**20
-RANK_MB = 500
-"""Memory that a rank takes before it has any data: 390 MB were measured, with torch's CUDA build."""
-SLOW_DISK_MB, SLOW_NETWORK_MB = 50, 100
-"""MB/s: a checkpoint of ResNet-18 (90 MB) then takes two seconds, its gradients (45 MB) half a second per step."""
-SKEW_SECONDS = 1.0
-"""How far clocks may be apart without a warning."""
+RANK_MB = 500  # of memory for a rank before it has any data: 390 MB were measured, with torch's CUDA build
+SLOW_DISK_MB, SLOW_NETWORK_MB = 50, 100  # per second: 2 s for a checkpoint of ResNet-18, 0.5 s for its gradients
+SKEW_SECONDS = 1.0  # how far clocks may be apart without a warning
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,11 +47,8 @@ class DoctorOptions:
 
     run_dir: str | None = None
     """Measure the disk there; null: in the run directory of the config."""
-    size_mb: int = 25
+    size_mb: int = field(default=25, metadata=POSITIVE)
     """Size of the all-reduce that is measured; 25 is a bucket of DDP."""
-
-    def __post_init__(self) -> None:
-        require_positive("size_mb", self.size_mb)
 
 
 class Finding(NamedTuple):
@@ -65,56 +62,39 @@ class Finding(NamedTuple):
 
 def main(words: Sequence[str]) -> None:
     """Examine and report, and exit with 0, 2 if a run cannot train here, or 1."""
-    if wants_help(words):
-        print_help(f"{program()} doctor [option=value …] [key=value …]", __doc__ or "", DoctorOptions)
-        return
-    with errors_as_exit_codes():
-        options, overrides = parse_options(DoctorOptions, words)
-    for_each_job(lambda config, run_dir: report(config, run_dir, options), overrides)
+    run_command(doctor, DoctorOptions, words, description=__doc__ or "")
 
 
-def report(config: Config, run_dir: Path, options: DoctorOptions) -> None:
+def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
     """Print the findings on rank 0, and exit with 2 on all ranks if one is an error. Collective."""
     environment = read_environment()
-    with process_group(
-        environment,
-        device=config.device,
-        backend=config.backend,
-        num_threads=config.num_threads,
-        timeout_seconds=config.timeout_seconds,
-    ) as world:
+    with process_group(environment, device=config.device, backend=config.backend, num_threads=config.num_threads,
+                       timeout_seconds=config.timeout_seconds) as world:  # fmt: skip
         findings = examine(world, environment, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
+    errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
     if world.is_main:
         for name, value, advice, is_error in findings:
             print(f"{'✗' if is_error else '!' if advice else '✓'}  {name:21}  {value}")
-        print("\n".join(conclusion(findings, num_ranks=world.world_size)))
-    if any(finding.is_error for finding in findings):
+        warnings = [f"warning: {finding.advice}" for finding in findings if finding.advice and not finding.is_error]
+        print(*warnings, *(errors or [f"ready: {plural(world.world_size, 'rank')} can train here"]), sep="\n")
+    if errors:
         sys.exit(USER_ERROR)
-
-
-def conclusion(findings: list[Finding], *, num_ranks: int) -> list[str]:
-    """Return the last lines: warnings, then errors, or that the machines are ready."""
-    warnings = [f"warning: {finding.advice}" for finding in findings if finding.advice and not finding.is_error]
-    errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
-    return [*warnings, *(errors or [f"ready: {plural(num_ranks, 'rank')} can train here"])]
 
 
 def examine(world: World, environment: Environment, *, run_dir: Path, size_mb: int) -> list[Finding]:
     """Return the findings, the same on every rank. Collective: every rank must call this."""
     network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
     world.all_reduce(torch.zeros(1, device=world.device)).item()  # so that all ranks read their clocks at once
-    own: dict[str, Any] = {"time": time.time(), "host": socket.gethostname(), "versions": installed_versions()}
-    own["findings"] = host_findings(environment, world.num_threads)
-    ranks = world.all_gather_object(own)
-    nodes = {rank["host"]: [Finding(*finding) for finding in rank["findings"]] for rank in reversed(ranks)}
+    now, host = time.time(), socket.gethostname()
+    ranks = world.all_gather_object((host, now, host_findings(environment, world.num_threads)))
+    nodes = {host: [Finding(*finding) for finding in findings] for host, _, findings in reversed(ranks)}
     where = f"{plural(len(nodes), 'node')}, {world.backend} on {world.device.type}"
     findings = [
-        versions_finding(ranks),
         *(merge(dict(zip(nodes, findings, strict=True))) for findings in zip(*nodes.values(), strict=True)),
         disk_finding(run_dir) if world.is_main else Finding("disk", "rank 0 measures it"),
         Finding("process group", f"{plural(world.world_size, 'rank')} on {where}"),
         *network,
-        clock_finding(ranks),
+        clock_finding({host: seconds - ranks[0][1] for host, seconds, _ in ranks}),
     ]
     return [Finding(*finding) for finding in world.broadcast_object(findings)]
 
@@ -126,8 +106,12 @@ def host_findings(environment: Environment, num_threads: int) -> list[Finding]:
     meminfo = Path("/proc/meminfo").read_text()  # of the host: a container's limit may be lower
     memory_mb = int(meminfo.partition("MemAvailable:")[2].split()[0]) // 1024
     shm_mb = shutil.disk_usage("/dev/shm").free // MB if os.path.isdir("/dev/shm") else 0
+    gpus, driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version")
+    version = re.search(r"\d+\.\d+[.\d]*", driver.read_text() if driver.exists() else "")
+    versions = f"driver {version[0] if version else 'unknown'}, CUDA {torch.version.cuda}"
     return [
-        Finding("GPU, driver", gpu_names()),
+        Finding("versions", ", ".join(" ".join(item) for item in installed_versions().items())),
+        Finding("GPU, driver", f"{gpus} × {torch.cuda.get_device_name(0)}, {versions}" if gpus else "none"),
         Finding("cores", f"{cores} for {ranks} of {plural(num_threads, 'thread')}",
                 f"{ranks} wait for each other on {cores}: start at most one rank per core" if is_crowded else ""),
         Finding("memory", f"{memory_mb / 1024:.1f} GB available",
@@ -137,55 +121,40 @@ def host_findings(environment: Environment, num_threads: int) -> list[Finding]:
     ]  # fmt: skip
 
 
-def gpu_names() -> str:
-    """Return the number and name of the GPUs, with the versions of driver and CUDA."""
-    count, driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version")
-    version = re.search(r"\d+\.\d+[.\d]*", driver.read_text()) if driver.exists() else None
-    versions = f"driver {version[0] if version else 'unknown'}, CUDA {torch.version.cuda}"
-    return f"{count} × {torch.cuda.get_device_name(0)}, {versions}" if count else "none"
-
-
 def merge(nodes: dict[str, Finding]) -> Finding:
-    """Return one line from those of several nodes: the value once if all have the same."""
-    first, *others = nodes.values()
-    is_same = all(finding.value == first.value for finding in others)
-    values = "; ".join(f"{name}: {finding.value}" for name, finding in nodes.items())
-    advice = "; ".join(f"{name}: {finding.advice}" for name, finding in nodes.items() if finding.advice)
-    return Finding(first.name, first.value if is_same else values, advice)
+    """Return one line from those of several nodes: the value once if all have the same. Versions must be the same."""
+    name, value, _, _ = next(iter(nodes.values()))
+    advice = "; ".join(f"{host}: {finding.advice}" for host, finding in nodes.items() if finding.advice)
+    if all(finding.value == value for finding in nodes.values()):
+        return Finding(name, value, advice)
+    value = "; ".join(f"{host}: {finding.value}" for host, finding in nodes.items())
+    if name == "versions":
+        return Finding(name, value, f"versions differ ({value}): install the same on all nodes", is_error=True)
+    return Finding(name, value, advice)
 
 
-def versions_finding(ranks: list[dict[str, Any]]) -> Finding:
-    """Return the versions on rank 0, and the hosts that have others."""
-    first = ranks[0]["versions"]
-    others = {rank["host"]: sorted(rank["versions"].items() - first.items()) for rank in ranks}
-    texts = [f"{host} has {name} {version}" for host, items in others.items() for name, version in items]
-    advice = f"{', '.join(texts)}, unlike rank 0: install the same on all nodes" if texts else ""
-    return Finding("versions", ", ".join(" ".join(item) for item in first.items()), advice, is_error=bool(texts))
-
-
-def disk_finding(run_dir: Path, *, size_mb: int = 64) -> Finding:
-    """Write a file where a run would write, and return how fast it reached the disk."""
+def disk_finding(run_dir: Path) -> Finding:
+    """Write 64 MB where a run would write, and return how fast they reached the disk."""
     folder = next(folder for folder in (run_dir, *run_dir.absolute().parents) if os.path.isdir(folder))
-    block, began = os.urandom(MB), time.monotonic()
+    data, began = os.urandom(64 * MB), time.monotonic()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            for _ in range(size_mb):
-                file.write(block)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         advice = f"{folder} cannot be written ({error.strerror}): set output_dir to a folder where rank 0 can write"
         return Finding("disk", f"{folder}: {error.strerror}", advice, is_error=True)
-    rate = size_mb / (time.monotonic() - began)
+    rate = 64 / (time.monotonic() - began)
     advice = f"the disk of {folder} writes {rate:.0f} MB/s: set output_dir to a faster one, or save less often"
     return Finding("disk", f"{folder}: {rate:,.0f} MB/s written and synced", advice if rate < SLOW_DISK_MB else "")
 
 
 def network_findings(world: World, *, size_mb: int) -> list[Finding]:
     """Return latency and bandwidth of an all-reduce. Collective: every rank must call this."""
-    small, large = (torch.zeros(numel, device=world.device) for numel in (1, size_mb * MB // 4))
-    latency = statistics.median(call_seconds(lambda: world.all_reduce(small), world.device, times=100))
-    seconds = statistics.median(call_seconds(lambda: world.all_reduce(large), world.device, times=5))
+    message = torch.zeros(size_mb * MB // 4, device=world.device)
+    latency = median_seconds(lambda: world.all_reduce(message[:1]), world.device, times=100)
+    seconds = median_seconds(lambda: world.all_reduce(message), world.device, times=5)
     rate, fix = size_mb / seconds, f"check that {world.backend} uses the right interface and that the cores are free"
     advice = f"all-reduce moves {rate:.0f} MB/s: {fix}" if rate < SLOW_NETWORK_MB else ""
     return [
@@ -194,9 +163,9 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
     ]
 
 
-def clock_finding(ranks: list[dict[str, Any]]) -> Finding:
-    """Return how far the clocks of the hosts are from that of rank 0."""
-    skew, host = max((abs(rank["time"] - ranks[0]["time"]), rank["host"]) for rank in ranks)
+def clock_finding(differences: dict[str, float]) -> Finding:
+    """Return the largest of the `differences` in seconds from rank 0's clock, by host."""
+    host, skew = max(((host, abs(seconds)) for host, seconds in differences.items()), key=lambda item: item[1])
     advice = f"the clock of {host} differs by {skew:.1f} s from that of rank 0: synchronize the clocks (chrony or ntp)"
     return Finding("clocks", f"within {skew:.3f} s", advice if skew > SKEW_SECONDS else "", skew > CLOCK_SECONDS)
 

@@ -6,7 +6,7 @@ Launch scripts and sweeps train job files, so that a mistake is one error before
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -39,10 +39,8 @@ def main(words: Sequence[str]) -> None:
         require(bool(words) and "=" not in Path(words[0]).name, "FILE is missing: freeze FILE [key=value …]")
         path = Path(words[0])
         options, overrides = parse_options(FreezeOptions, words[1:])
-        if options.base is None:
-            config, run_dir = compose_job(overrides, number=options.job)
-        else:
-            config, run_dir = change_job(Path(options.base), overrides)
+        base, job = options.base, options.job
+        config, run_dir = compose_job(overrides, number=job) if base is None else change_job(Path(base), overrides)
         if options.world_size is not None:
             config.check_world_size(options.world_size)
         try:
@@ -54,27 +52,18 @@ def main(words: Sequence[str]) -> None:
 
 
 def compose_job(overrides: Sequence[str], *, number: int | None) -> tuple[Config, Path]:
-    """Return the config and run directory of `overrides`; if they are a sweep, of its job `number`.
-
-    Raises:
-        ConfigError: the sweep has no such job.
-    """
+    """Return the config and run directory of `overrides`, of a sweep those of job `number`; ConfigError without one."""
     jobs: list[tuple[Config, Path]] = []
-    multirun = [] if number is None else ["--multirun"]
-    for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), [*multirun, *overrides])
+    words = overrides if number is None else ["--multirun", *overrides]
+    for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)
     require(number is not None or len(jobs) == 1, f"a job file holds one of these {len(jobs)} jobs: choose it by job=I")
-    number = number or 0
-    require(0 <= number < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep, from 0")
-    return jobs[number]
+    index = number or 0
+    require(0 <= index < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep, from 0")
+    return jobs[index]
 
 
 def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
-    """Return the config of the job file at `path` with `changes` (key=value), and its run directory.
-
-    Raises:
-        ConfigError: it is not a job file, or a rule is broken.
-        OmegaConfBaseException: a key is unknown, or a value is of another type.
-    """
+    """Return the config of the job file at `path` with `changes` (key=value), and its run directory."""
     config, run_dir = read_job(path)
-    tree = OmegaConf.merge(to_builtins(config), OmegaConf.from_dotlist(list(changes)))
-    return from_builtins(cast(dict[str, Any], OmegaConf.to_container(tree))), run_dir
+    tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), OmegaConf.from_dotlist(list(changes))))
+    return from_builtins(tree), run_dir

@@ -1,11 +1,12 @@
 """``node-check``: check that the nodes of a job can start together, and print this node's address in their network."""
 
+import asyncio
 import os
-import resource
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from omegaconf import MISSING
@@ -14,16 +15,15 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require
-from ddp_trainer.distributed.environment import interface_towards, job_secret
-from ddp_trainer.distributed.versions import installed_versions
+from ddp_trainer.distributed.environment import installed_versions, interface_towards, job_secret
 from ddp_trainer.launch.job_file import read_job
-from ddp_trainer.launch.network import address_towards, is_loopback, resolve
+from ddp_trainer.launch.network import address_towards, resolve
 from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo
+from ddp_trainer.launch.node_check.client import ask_head
+from ddp_trainer.launch.node_check.server import wait_for_nodes
 
 SHM_MB = 512
 """What NCCL may need in /dev/shm between the GPUs of a node; its manual advises 1 GB, and Docker gives 64 MB."""
-MEMORY_BYTES = 4 * 2**30
-"""The most that other programs can make this process take by what they send."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,23 +55,13 @@ def main(words: Sequence[str]) -> None:
         options, rest = parse_options(NodeCheckOptions, words)
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
         node = describe_node(options)
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES if most < 0 else min(MEMORY_BYTES, most), most))
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch prints stack traces when another program has the port
-        from ddp_trainer.launch.node_check.client import ask_head  # torch takes seconds to import
-        from ddp_trainer.launch.node_check.server import wait_for_nodes
-
-        (ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node))
+        asyncio.run((ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node)))
     print(node.address)
 
 
 def describe_node(options: NodeCheckOptions) -> NodeInfo:
-    """Return this node and its job.
-
-    Raises:
-        ConfigError: an option is not valid, or the head's name.
-        TransientError: the head's address is unknown for now, or has no route.
-    """
+    """Return this node and its job; ConfigError if an option is not valid, TransientError if the head has no route."""
     smallest, _, largest = options.nnodes.partition(":")
     min_nodes, max_nodes = (int(text) if text.isdecimal() else 0 for text in (smallest, largest or smallest))
     require(1 <= min_nodes <= max_nodes, f"nnodes={options.nnodes} must be N or MIN:MAX, whole numbers from 1")
@@ -81,7 +71,7 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     config = {} if options.job_file is None else flatten_keys(to_builtins(read_job(Path(options.job_file))[0]))
     head = resolve(options.head, timeout=min(10, options.timeout))
     require(
-        max_nodes == 1 or not is_loopback(head) or options.head in (head, "localhost"),
+        max_nodes == 1 or not ip_address(head).is_loopback or options.head in (head, "localhost"),
         f"head {options.head!r} resolves to {head} on this host, where no other node can reach it (Debian's /etc/hosts "
         "does that to a host's own name): give its address in the network (hostname -I lists them), or correct "
         "/etc/hosts",

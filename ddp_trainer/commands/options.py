@@ -5,26 +5,27 @@ import inspect
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf, StringNode
+
+from ddp_trainer.config.errors import check_values
 
 T = TypeVar("T")
 
 
 def parse_options(schema: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
-    """Return the options among `words`, as a `schema` object, and the other words.
-
-    Raises:
-        OmegaConfBaseException: a value is of another type.
-    """
+    """Return the options among `words`, as a `schema` object whose rules hold, and the other words."""
     names = {field.name for field in fields(cast(Any, schema))}
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     tree = OmegaConf.structured(schema)
     for key, _, text in (word.partition("=") for word in own):
         is_text = isinstance(tree._get_node(key), StringNode)  # a path, for example: not to be read as YAML
         tree[key] = text if is_text else OmegaConf.from_dotlist([f"{key}={text}"])[key]
-    return cast(T, OmegaConf.to_object(tree)), [word for word in words if word not in own]
+    options = OmegaConf.to_object(tree)
+    check_values(options)
+    return cast(T, options), [word for word in words if word not in own]
 
 
 def print_help(usage: str, description: str, schema: type) -> None:
@@ -35,18 +36,16 @@ def print_help(usage: str, description: str, schema: type) -> None:
 def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -> str:
     """Return a line for each key of a dataclass object and of those inside it: key, value and description."""
     texts, lines = field_docstrings(type(section)), []
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if field.name in skip:
-            continue
+    for name in [field.name for field in fields(section) if field.name not in skip]:
+        value = getattr(section, name)
         if is_dataclass(value):
-            lines.append(list_fields(value, prefix=f"{prefix}{field.name}."))
+            lines.append(list_fields(value, prefix=f"{prefix}{name}."))
             continue
-        is_list = isinstance(value, list)
-        items = [OmegaConf.to_yaml([item]).removeprefix("- ").strip() for item in (value if is_list else [value])]
-        shown = f"[{','.join(items)}]" if is_list else items[0]
-        first_line = texts.get(field.name, "").partition("\n")[0]
-        lines.append(f"  {f'{prefix}{field.name}={shown}':44} {first_line}".rstrip())
+        items = value if isinstance(value, list) else [value]
+        shown = ",".join(OmegaConf.to_yaml([item]).removeprefix("- ").strip() for item in items)
+        setting = f"{prefix}{name}=[{shown}]" if isinstance(value, list) else f"{prefix}{name}={shown}"
+        first_line = texts.get(name, "").partition("\n")[0]
+        lines.append(f"  {setting:44} {first_line}".rstrip())
     return "\n".join(lines)
 
 
@@ -56,19 +55,16 @@ def field_docstrings(schema: type) -> dict[str, str]:
     for base in reversed(schema.__mro__[:-1]):
         [tree] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
-        for node, after in zip(tree.body, tree.body[1:], strict=False):
-            if (
-                isinstance(node, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                texts[ast.unparse(node.target)] = inspect.cleandoc(str(after.value.value))
+        for statements in pairwise(tree.body):
+            match statements:
+                case ast.AnnAssign(target=name), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[ast.unparse(name)] = inspect.cleandoc(text)
     return texts
 
 
 def wants_help(words: Sequence[str]) -> bool:
     """Return whether the words ask for help."""
-    return any(word in ("--help", "-h") for word in words)
+    return "--help" in words or "-h" in words
 
 
 def program() -> str:

@@ -2,7 +2,7 @@
 
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
@@ -15,11 +15,10 @@ from torch import nn
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.schema import Config
-from ddp_trainer.config.sync import Bucket, CommHook, SyncConfig
+from ddp_trainer.config.sync import ParameterServerConfig, ReplicasConfig, SyncConfig
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.performance.costs import traffic
+from ddp_trainer.performance.costs import VARIANTS, sent_bytes
 from ddp_trainer.performance.step_timer import PHASES, StepTimer
 from ddp_trainer.training.run import build_step
 from ddp_trainer.training.start import Start
@@ -80,9 +79,8 @@ class StrategyRun:
     """One strategy: its step, where this rank takes part in it, and the measurements."""
 
     name: str
-    config: Config
-    world: World
-    """The ranks that train: all, or rank 0 alone."""
+    begun: Start
+    """With its config, and the ranks that train: all, or rank 0 alone."""
     run: StepRun | None
     rounds: list[dict[str, float]] = field(default_factory=list)
     """The timer's tags."""
@@ -94,10 +92,7 @@ def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence
     """Measure strategies on the model and data of `begun`, and return the result as JSON values on rank 0.
 
     `names` are choices of sync; None stands for all that can run here. Rounds are interleaved, so that a slow minute of
-    the machine slows all strategies. Collective: every rank must call this.
-
-    Raises:
-        ConfigError: on all ranks, when one of `names` cannot run here.
+    the machine slows all strategies. Collective; ConfigError on all ranks if one of `names` cannot run here.
     """
     runs, left_out = build_strategy_runs(begun, names)
     if names is not None and left_out:
@@ -119,95 +114,76 @@ def build_strategy_runs(begun: Start, names: Sequence[str] | None) -> tuple[list
     runs: list[StrategyRun] = []
     left_out: dict[str, str] = {}
     loaders: Callable[[World], Loaders] = cache(lambda world: replace(begun, world=world).build_loaders())
-    for name, choice in registry.choices("sync").items():
-        if names is None or name in names:
-            for variant, options in variants(name, begun.world).items():
-                try:
-                    runs.append(build_strategy_run(variant, choice.schema(**options), begun, loaders))
-                except ConfigError as error:
-                    left_out[variant] = str(error)
+    for name in [name for name in registry.choices("sync") if names is None or name in names]:
+        for variant, sync in variants(name, begun.world).items():
+            try:
+                runs.append(build_strategy_run(variant, sync, begun, loaders))
+            except ConfigError as error:
+                left_out[variant] = str(error)
     return runs, left_out
 
 
-def variants(name: str, world: World) -> Mapping[str, dict[str, Any]]:
-    """Return the options with which a strategy is compared, by name in the table; none for a strategy of a plug-in."""
-    match name:
-        case "ddp":
-            hooks = {f"ddp, {hook.name} hook": {"comm_hook": hook} for hook in (CommHook.bf16, CommHook.fp16)}
-            powersgd = {"comm_hook": CommHook.powersgd, "powersgd_warmup_steps": WARMUP_STEPS - 1}
-            return {"ddp": {}, **hooks, "ddp, powersgd": powersgd}
-        case "allreduce":
-            return {f"allreduce, {bucket.name}": {"bucket": bucket} for bucket in (Bucket.flat, Bucket.parameter)}
-        case "parameter_server":
-            counts = sorted({1, world.world_size})
-            return {f"parameter_server, {count}": {"num_servers": count} for count in counts}
-        case "replicas":
-            gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-            return {name: {"devices": gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size}}
-        case _:
-            return {name: {}}
+def variants(name: str, world: World) -> dict[str, SyncConfig]:
+    """Return the options with which a strategy is compared, by name in the table."""
+    if name == "replicas":
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        return {name: ReplicasConfig(devices=gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size)}
+    known = {variant: config for variant, config in VARIANTS.items() if config.name == name}
+    if name == "parameter_server":
+        known[f"{name}, {world.world_size}"] = ParameterServerConfig(num_servers=world.world_size)
+    return known or {name: registry.choices("sync")[name].schema()}
 
 
 def build_strategy_run(name: str, sync: SyncConfig, begun: Start, loaders: Callable[[World], Loaders]) -> StrategyRun:
-    """Return one strategy with its step, on rank 0 alone if it is for a single process. Collective.
-
-    Raises:
-        ConfigError: on all ranks, when it cannot run here.
-    """
-    world, config = begun.world, replace(begun.config, sync=sync)
-    if sync.single_process:
-        world = replace(without_other_ranks(world), num_threads=world.num_threads * world.local_world_size)
-    config.check_world_size(world.world_size)
-    takes_part = begun.world.is_main or not sync.single_process
-
-    def build() -> StepRun | None:
-        return build_step_run(replace(begun, config=config, world=world), loaders(world)) if takes_part else None
-
-    return StrategyRun(name=name, config=config, world=world, run=begun.world.raise_on_any_rank(build))
+    """Return one strategy with its step, on rank 0 alone if it is for a single process. Collective."""
+    all_ranks = begun.world
+    alone = replace(without_other_ranks(all_ranks), num_threads=all_ranks.num_threads * all_ranks.local_world_size)
+    world = alone if sync.single_process else all_ranks
+    begun = replace(begun, config=replace(begun.config, sync=sync), world=world)
+    begun.config.check_world_size(world.world_size)
+    takes_part = all_ranks.is_main or not sync.single_process
+    run = all_ranks.raise_on_any_rank(lambda: build_step_run(begun, loaders(world)) if takes_part else None)
+    return StrategyRun(name=name, begun=begun, run=run)
 
 
 def measure(subject: StrategyRun, world: World, *, steps: int) -> None:
     """Take `steps` optimizer steps of one strategy, begun on all ranks at once. Collective."""
     world.all_gather_object(None)
-    before = sent_bytes()
+    before = count_sent_bytes()
     if subject.run is not None:
-        torch.set_num_threads(subject.world.num_threads)
+        torch.set_num_threads(subject.begun.world.num_threads)
         subject.rounds.append(subject.run.take_steps(steps))
         torch.set_num_threads(world.num_threads)
-    by_rank = world.all_gather_object(sent_bytes() - before if world.local_rank == 0 else 0)
+    by_rank = world.all_gather_object(count_sent_bytes() - before if world.local_rank == 0 else 0)
     subject.sent.append(sum(by_rank) / world.world_size / steps)
 
 
-def sent_bytes() -> int:
+def count_sent_bytes() -> int:
     """Return the number of bytes that this host (or network namespace) has sent, over all its interfaces."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    except OSError:  # not Linux
-        return 0
-    return sum(int(line.split(":")[1].split()[8]) for line in lines)
+    path = Path("/proc/net/dev")  # only Linux has it
+    return sum(int(line.split(":")[1].split()[8]) for line in path.read_text().splitlines()[2:]) if path.exists() else 0
 
 
 def to_row(subject: StrategyRun, *, base: StrategyRun) -> dict[str, Any]:
     """Return the result of one strategy: medians over rounds, and the ratio of step times to `base` in each round."""
     assert subject.run is not None
-    shapes, slots = [tuple(p.shape) for p in subject.run.parameters], subject.config.optimizer.num_state_tensors
-    size = subject.world.world_size
-    expected = traffic(subject.config.sync, shapes, world_size=size, num_state_tensors=slots)
-    rounds = {tag: [tags[tag] for tags in subject.rounds] for tag in subject.rounds[0]}
-    medians = {tag: statistics.median(values) for tag, values in rounds.items()}
-    ratios = [step_ms / tags["time/step_ms"] for step_ms, tags in zip(rounds["time/step_ms"], base.rounds, strict=True)]
+    config, shapes = subject.begun.config, [tuple(parameter.shape) for parameter in subject.run.parameters]
+    slots, size = config.optimizer.num_state_tensors, subject.begun.world.world_size
+    expected = sent_bytes(config.sync, shapes, world_size=size, num_state_tensors=slots)
+    medians = {tag: statistics.median(tags[tag] for tags in subject.rounds) for tag in subject.rounds[0]}
+    pairs = zip(subject.rounds, base.rounds, strict=True)
+    ratios = [tags["time/step_ms"] / of_base["time/step_ms"] for tags, of_base in pairs]
     return {
         "name": subject.name,
         "images_per_second": medians["throughput/images_per_second"],
-        "images_per_second_by_round": rounds["throughput/images_per_second"],
+        "images_per_second_by_round": [tags["throughput/images_per_second"] for tags in subject.rounds],
         "step_ms": medians["time/step_ms"],
         "phases_ms": {name: medians[f"time/{name}_ms"] for name in PHASES.values()},
         "relative": statistics.median(ratios),
         "relative_min": min(ratios),
         "relative_max": max(ratios),
         "sent_bytes": statistics.median(subject.sent),
-        "expected_sent_bytes": expected and expected.sent_per_rank,
-        "expected_busiest_bytes": expected and expected.busiest,
+        "expected_sent_bytes": expected,
     }
 
 

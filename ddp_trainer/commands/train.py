@@ -44,11 +44,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether Hydra runs the jobs of a sweep.
-
-    Raises:
-        ConfigError: a launcher was chosen that is for sweeps only.
-    """
+    """Return whether Hydra runs the jobs of a sweep; ConfigError if a launcher was chosen that is for sweeps only."""
     hydra = HydraConfig.get()
     launcher = hydra.runtime.choices["hydra/launcher"]
     require(launcher == "basic", f"hydra/launcher={launcher} is for sweeps: add --multirun, or leave it out")
@@ -56,10 +52,9 @@ def is_sweep() -> bool:
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
-    """Run one job and return its best top-1 for a sweeper; the jobs of a sweep share a process group, which it leaves.
+    """Run one job and return its best top-1 for a sweeper; a graceful stop of it ends the sweep.
 
-    Raises:
-        EndSweep: the job was stopped gracefully, and so is the sweep.
+    The jobs of a sweep share a process group, which the stack `sweep` leaves.
     """
     environment = read_environment()
     config.check_world_size(environment.world_size)
@@ -68,15 +63,8 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
         from ddp_trainer.training.run import run
         from ddp_trainer.training.summary import Status
     if sweep is not None:
-        sweep.enter_context(
-            process_group(
-                environment,
-                device=config.device,
-                backend=config.backend,
-                num_threads=config.num_threads,
-                timeout_seconds=config.timeout_seconds,
-            )
-        )
+        names = ("device", "backend", "num_threads", "timeout_seconds")
+        sweep.enter_context(process_group(environment, **{name: getattr(config, name) for name in names}))
     summary = run(config, run_dir)
     if sweep is not None and summary.status is Status.stopped:
         raise EndSweep

@@ -8,7 +8,10 @@ TensorBoard have every step once, and the summary is of the last checkpoint. Exi
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,122 +38,105 @@ def main(words: Sequence[str]) -> None:
         run_dir = Path(words[0])
         is_run_dir = os.path.isfile(run_dir / "config.yaml") or os.path.isdir(run_dir / "checkpoints")
         require(is_run_dir, f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/")
-        is_good = True
-        for check in CHECKS:
-            findings = list(check(run_dir))
-            is_good = is_good and not findings
-            print("\n  ".join([f"{check.__name__.removeprefix('check_'):12} {'' if findings else 'ok'}", *findings]))
-    sys.exit(0 if is_good else FAILURE)
+        findings = {check.__name__.removeprefix("check_"): list(check(run_dir)) for check in CHECKS}
+        for name, texts in findings.items():
+            print("\n  ".join([f"{name:12} {'' if texts else 'ok'}", *texts]))
+    sys.exit(FAILURE if any(findings.values()) else 0)
 
 
 def check_config(run_dir: Path) -> Iterator[str]:
     """Yield the finding that config.yaml cannot be read."""
-    try:
-        is_good = isinstance(yaml.safe_load((run_dir / "config.yaml").read_text(errors="replace")), dict)
-    except (OSError, yaml.YAMLError):
-        is_good = False
-    if not is_good:
-        yield "config.yaml: missing or damaged"
+    with suppress(OSError, yaml.YAMLError):
+        if isinstance(yaml.safe_load((run_dir / "config.yaml").read_text(errors="replace")), dict):
+            return
+    yield "config.yaml: missing or damaged"
 
 
 def check_checkpoints(run_dir: Path) -> Iterator[str]:
     """Yield the checkpoints that are damaged or have the wrong name."""
-    checkpoints = list(read_checkpoints(run_dir))
+    checkpoints = read_checkpoints(run_dir)
     if not checkpoints:
         yield "checkpoints: there is none"
-    for path, state in checkpoints:
+    for name, state in checkpoints.items():
         if isinstance(state, str):
-            yield f"{path.name}: {state}"
-        elif path.name not in ("best.pt", f"step-{state['step']:08d}.pt"):
-            yield f"{path.name}: contains step {state['step']}"
+            yield f"{name}: {state}"
+        elif name not in ("best.pt", f"step-{state['step']:08d}.pt"):
+            yield f"{name}: contains step {state['step']}"
 
 
 def check_metrics(run_dir: Path) -> Iterator[str]:
     """Yield damaged lines of metrics.jsonl, and steps that go back or occur twice."""
-    records, last, steps = metric_records(run_dir), -1, set()
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    if len(lines) > len(records):
-        yield f"metrics.jsonl: damaged lines: {len(lines) - len(records)}"
-    for record in records:
-        if record["step"] < last:
-            yield f"metrics.jsonl: step {record['step']} after step {last}"
-        last = max(last, record["step"])
-        if "train/loss" in record:
-            if record["step"] in steps:
-                yield f"metrics.jsonl: step {record['step']} occurs twice"
-            steps.add(record["step"])
+    path, records = run_dir / "metrics.jsonl", metric_records(run_dir)
+    damaged = len(path.read_text(errors="replace").splitlines()) - len(records) if path.exists() else 0
+    if damaged:
+        yield f"metrics.jsonl: damaged lines: {damaged}"
+    for before, after in pairwise(record["step"] for record in records):
+        if after < before:
+            yield f"metrics.jsonl: step {after} after step {before}"
+    for step, count in Counter(training_steps(records)).items():
+        if count > 1:
+            yield f"metrics.jsonl: step {step} occurs twice"
 
 
 def check_samples(run_dir: Path) -> Iterator[str]:
     """Yield the epochs that did not use each of the samples that the seed selects once."""
     state = newest_state(run_dir)
-    if state is None or not (run_dir / "metrics.jsonl").exists():
-        return
-    records = {record.get("epoch"): record for record in metric_records(run_dir) if "samples/digest" in record}
-    for epoch in range(state["epoch"]):
-        if epoch not in records:
-            yield f"epoch {epoch}: metrics.jsonl has no digest of its samples"
-            continue
+    logged = {record.get("epoch"): record for record in metric_records(run_dir) if "samples/digest" in record}
+    for epoch in range(state["epoch"] if state and (run_dir / "metrics.jsonl").exists() else 0):
         digest, count = expected_digest(state, epoch=epoch)
-        logged = records[epoch]["samples/digest"], records[epoch].get("samples/count")
-        if logged != (digest, count):
-            yield f"epoch {epoch}: used {logged[1]} samples, digest {logged[0]}; expected {count}, digest {digest}"
+        used = logged.get(epoch, {})
+        if not used:
+            yield f"epoch {epoch}: metrics.jsonl has no digest of its samples"
+        elif (used["samples/digest"], used.get("samples/count")) != (digest, count):
+            found = f"used {used.get('samples/count')} samples, digest {used['samples/digest']}"
+            yield f"epoch {epoch}: {found}; expected {count}, digest {digest}"
 
 
 def check_tensorboard(run_dir: Path) -> Iterator[str]:
     """Yield a difference between the steps of TensorBoard and of metrics.jsonl, if the run has both."""
-    if not (run_dir / "tensorboard").is_dir() or not (run_dir / "metrics.jsonl").exists():
-        return
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
+    if (run_dir / "tensorboard").is_dir() and (run_dir / "metrics.jsonl").exists():
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
-    board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    shown = [event.step for event in board.Scalars("train/loss")] if "train/loss" in board.Tags()["scalars"] else []
-    logged = [record["step"] for record in metric_records(run_dir) if "train/loss" in record]
-    if shown != logged:
-        yield f"tensorboard: train/loss has {len(shown)} steps, and in metrics.jsonl {len(logged)}"
+        board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+        shown = [event.step for event in board.Scalars("train/loss")] if "train/loss" in board.Tags()["scalars"] else []
+        logged = training_steps(metric_records(run_dir))
+        if shown != logged:
+            yield f"tensorboard: train/loss has {len(shown)} steps, and in metrics.jsonl {len(logged)}"
 
 
 def check_summary(run_dir: Path) -> Iterator[str]:
     """Yield a difference between summary.json and the newest checkpoint."""
     path, state = run_dir / "summary.json", newest_state(run_dir)
-    if not path.exists() or state is None:
-        return
     try:
-        steps = Summary.from_json(path.read_text(errors="replace")).steps
+        steps = Summary.from_json(path.read_text(errors="replace")).steps if state and path.exists() else 0
+        if state and steps > state["step"]:
+            yield f"summary.json: of step {steps}, and the newest checkpoint is of step {state['step']}"
     except ValueError:
         yield "summary.json: damaged"
-    else:
-        if steps > state["step"]:
-            yield f"summary.json: of step {steps}, and the newest checkpoint is of step {state['step']}"
 
 
 CHECKS: list[Callable[[Path], Iterator[str]]] = [
-    check_config,
-    check_checkpoints,
-    check_metrics,
-    check_samples,
-    check_tensorboard,
-    check_summary,
-]
+    check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary,
+]  # fmt: skip
 
 
-def read_checkpoints(run_dir: Path) -> Iterator[tuple[Path, State | str]]:
-    """Yield each checkpoint with its state, or with the reason why it cannot be used."""
+def read_checkpoints(run_dir: Path) -> dict[str, State | str]:
+    """Return the state of each checkpoint by file name, or the reason why it cannot be used."""
+    checkpoints: dict[str, State | str] = {}
     for path in sorted((run_dir / "checkpoints").glob("*.pt")):
         try:
             state = parse(read_bytes(path))
-        except DamagedCheckpointError as error:
-            yield path, str(error)
-        else:
             missing = {"config", "epoch", "train_samples"} - state.keys()
-            yield path, f"lacks {', '.join(sorted(missing))}" if missing else state
+            checkpoints[path.name] = f"lacks {', '.join(sorted(missing))}" if missing else state
+        except DamagedCheckpointError as error:
+            checkpoints[path.name] = str(error)
+    return checkpoints
 
 
-def newest_state(run_dir: Path) -> State | None:
-    """Return the good checkpoint of the highest step."""
-    states = [state for _, state in read_checkpoints(run_dir) if not isinstance(state, str)]
-    return max(states, key=lambda state: state["step"], default=None)
+def newest_state(run_dir: Path) -> State:
+    """Return the good checkpoint of the highest step; empty if there is none."""
+    states = [state for state in read_checkpoints(run_dir).values() if not isinstance(state, str)]
+    return max(states, key=lambda state: state["step"], default={})
 
 
 def metric_records(run_dir: Path) -> list[dict[str, Any]]:
@@ -159,14 +145,18 @@ def metric_records(run_dir: Path) -> list[dict[str, Any]]:
     return [record for _, record in read_records(path)] if path.exists() else []
 
 
+def training_steps(records: list[dict[str, Any]]) -> list[int]:
+    """Return the steps at which the training loss was recorded."""
+    return [record["step"] for record in records if "train/loss" in record]
+
+
 def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
     """Return the digest and number of samples of a whole epoch, computed from the seed."""
     config, digest = state["config"], SampleDigest(torch.device("cpu"))
     samples, size = range(state["train_samples"]), config["global_batch_size"]
     sampler = GlobalBatchSampler(samples, global_batch_size=size, num_replicas=1, rank=0, seed=config["seed"])
     sampler.set_epoch(epoch)
-    order = sampler.order()
     for step in range(sampler.steps_per_epoch):
-        digest.add(order[sampler.positions(step)], step=step)
+        digest.add(sampler.order()[sampler.positions(step)], step=step)
     total, count = digest.vector.tolist()
     return SampleDigest.text(total), count

@@ -4,10 +4,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -15,7 +15,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError
 
 from ddp_trainer import registry
 from ddp_trainer.config.errors import FREE, flatten_keys, require
@@ -68,37 +67,9 @@ def compose(overrides: Sequence[str]) -> Config:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Return what Hydra composed as a validated `Config`.
-
-    Raises:
-        ConfigError: a value breaks a rule.
-        OmegaConfBaseException: a key was added or removed, or a value is missing or refers to nothing.
-    """
-    check_keys(composed)
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
-    return config
-
-
-def check_keys(node: DictConfig, prefix: str = "") -> None:
-    """Refuse what Hydra accepts: keys added with ``+`` that no schema has, and keys removed with ``~``.
-
-    Raises:
-        ConfigKeyError: a key was added.
-        ConfigError: a key was removed.
-    """
-    schema = OmegaConf.get_type(node)
-    names = [f.name for f in fields(schema)] if is_dataclass(schema) else list(node)
-    present = list(node.keys())  # "in node" is false for a key that is there and has no value yet
-    for key in present:
-        if key not in names:
-            error = ConfigKeyError(f"Key '{key}' not in '{schema}'")
-            error.full_key, error.object_type = f"{prefix}{key}", schema
-            raise error
-    for name in names:
-        require(name in present, f"~{prefix}{name} removes a key that is needed: set it instead, {prefix}{name}=…")
-        if isinstance(child := node._get_node(name), DictConfig) and not child._is_missing():
-            check_keys(child, f"{prefix}{name}.")
+    """Return what Hydra composed as a validated `Config`; raises as `from_builtins` does."""
+    tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return from_builtins(cast(dict[str, Any], tree))
 
 
 def job_dir(output_dir: str, name: str) -> Path:
@@ -144,18 +115,23 @@ def from_builtins(tree: dict[str, Any]) -> Config:
         ConfigError: a value breaks a rule.
         OmegaConfBaseException: a key is unknown, or a value is of another type.
     """
-    schema = OmegaConf.structured(Config)
+    config = OmegaConf.structured(Config)
     for group in registry.groups():
-        chosen = [(group, tree[group])]
+        parts = (
+            {f"logger.{name}": part for name, part in tree[group].items()}
+            if group == "logger"
+            else {group: tree[group]}
+        )
         if group == "logger":
-            schema[group] = {}
-            chosen = [(f"logger.{name}", subtree) for name, subtree in tree[group].items()]
-        for key, subtree in chosen:
-            choice = registry.choices(group).get(subtree["name"])
-            require(choice is not None, f"{group}={subtree['name']} is unknown here: is its plug-in installed?")
+            config[group] = {}
+        for key, part in parts.items():
+            choice = registry.choices(group).get(part.get("name"))
+            require(choice is not None, f"{key}.name={part.get('name')} is unknown here: is its plug-in installed?")
             assert choice is not None
-            OmegaConf.update(schema, key, OmegaConf.structured(choice.schema), merge=False)
-    return to_config(OmegaConf.merge(schema, tree))  # type: ignore[arg-type]
+            OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
+    result = OmegaConf.to_object(OmegaConf.merge(config, tree))
+    assert isinstance(result, Config)
+    return result
 
 
 def config_digest(config: Any) -> str:
@@ -163,34 +139,9 @@ def config_digest(config: Any) -> str:
     return hashlib.sha256(json.dumps(to_builtins(config), sort_keys=True).encode()).hexdigest()
 
 
-# How long, how often, where and on how many ranks: free to change when a run is resumed. Fields of a group's choices
-# say so in their metadata.
-FREE_KEYS = frozenset(
-    [
-        "name",
-        "output_dir",
-        "epochs",
-        "max_steps",
-        "eval_batch_size",
-        "num_threads",
-        "device",
-        "backend",
-        "timeout_seconds",
-        "log_every_steps",
-        "resume",
-        "checkpoint",
-        "logger",
-        "compile",
-        "deterministic",
-        "channels_last",
-    ]
-)
-
-
 def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return the keys that differ between two configs and change the training, as ``key: old → new``."""
-    before, after = flatten_keys(old), flatten_keys(new)
-    free = FREE_KEYS | free_keys(old) | free_keys(new)
+    before, after, free = flatten_keys(old), flatten_keys(new), free_keys(old) | free_keys(new)
     return [
         f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}"
         for key in sorted(before.keys() | after.keys())
@@ -199,9 +150,14 @@ def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def free_keys(tree: dict[str, Any]) -> set[str]:
-    """Return the keys of the choices in a config (as builtins) that a resumed run may change."""
-    keys = set()
+    """Return the keys, and sections, of a config (as builtins) that a resumed run may change."""
+    schemas: dict[str, Any] = {"": Config}
     for group in registry.groups():
         if choice := registry.choices(group).get(tree.get(group, {}).get("name")):
-            keys |= {f"{group}.{field.name}" for field in fields(choice.schema) if field.metadata.get(FREE)}
-    return keys
+            schemas[f"{group}."] = choice.schema
+    return {
+        f"{prefix}{f.name}"
+        for prefix, schema in schemas.items()
+        for f in fields(schema)
+        if FREE.items() <= f.metadata.items()
+    }

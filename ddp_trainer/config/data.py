@@ -4,35 +4,21 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import FREE, require, require_positive
+from ddp_trainer.config.errors import BELOW_ONE, FREE, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, check_values, require, rule
 from ddp_trainer.registry import register_dataset
 
 
 @dataclass(kw_only=True, slots=True)
 class AugmentConfig:
-    random_crop_padding: int = 0
+    random_crop_padding: int = field(default=0, metadata=NOT_NEGATIVE)
     """Zero pixels added on each side before a random crop back to the original size; 0: no crop."""
     random_hflip: bool = False
     """Mirror half of the images left to right."""
-    random_erasing: float = 0.0
+    random_erasing: float = field(default=0.0, metadata=UP_TO_ONE)
     """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image."""
 
-    def __post_init__(self) -> None:
-        require(
-            self.random_crop_padding >= 0,
-            f"data.augment.random_crop_padding={self.random_crop_padding} must be 0 (no crop) or more pixels",
-        )
-        require(
-            0 <= self.random_erasing <= 1,
-            f"data.augment.random_erasing={self.random_erasing} is a probability: choose a value in [0, 1]",
-        )
-
     def check_image_size(self, height: int, width: int) -> None:
-        """Refuse a crop that may lie outside of the image.
-
-        Raises:
-            ConfigError: the padding is at least as large as the image.
-        """
+        """Check that a crop cannot lie outside of the image; ConfigError if the padding is as large as the image."""
         require(
             self.random_crop_padding < min(height, width),
             f"data.augment.random_crop_padding={self.random_crop_padding} must be smaller than the images of "
@@ -47,12 +33,12 @@ class DataConfig:
     """Per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
     std: list[float] = field(default_factory=lambda: [0.25])
     """Per channel; divided by after the mean is subtracted."""
-    validation_fraction: float = 0.0
+    validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split.
 
     For choosing hyperparameters; 0 trains on all of it and evaluates on the test split.
     """
-    num_workers: int = field(default=2, metadata={FREE: True})
+    num_workers: int = field(default=2, metadata=POSITIVE | FREE)
     """Threads per rank that read images ahead; only for data sets that are streamed."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
@@ -62,11 +48,6 @@ class DataConfig:
             f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
         )
         require(all(s > 0 for s in self.std), f"data.std={self.std} must be greater than 0 in every channel")
-        require_positive("data.num_workers", self.num_workers)
-        require(
-            0 <= self.validation_fraction < 1,
-            f"data.validation_fraction={self.validation_fraction} must be in [0, 1): 0.1 holds out a tenth",
-        )
 
     @property
     def eval_split(self) -> str:
@@ -87,7 +68,7 @@ class DigitsConfig(DataConfig):
 @dataclass(kw_only=True, slots=True)
 class FashionMnistConfig(DataConfig):
     name: str = "fashion_mnist"
-    root: str | None = field(default=None, metadata={FREE: True})
+    root: str | None = field(default=None, metadata=FREE)
     """Folder with the four IDX files (gz or not); null: Debian's, else ~/.cache, downloaded once."""
     mean: list[float] = field(default_factory=lambda: [0.2860])
     """Per channel, on pixels scaled to [0, 1]; of the training split."""
@@ -103,26 +84,24 @@ class SyntheticConfig(DataConfig):
     """Per channel, on pixels scaled to [0, 1]."""
     std: list[float] = field(default_factory=lambda: [0.25, 0.25, 0.25])
     """Per channel."""
-    num_train: int = 4096
+    num_train: int = field(default=4096, metadata=POSITIVE)
     """Number of training images."""
-    num_eval: int = 512
+    num_eval: int = field(default=512, metadata=POSITIVE)
     """Number of evaluation images."""
-    channels: int = 3
+    channels: int = field(default=3, metadata=POSITIVE)
     """Number of channels; mean and std must have as many values."""
-    height: int = 32
+    height: int = field(default=32, metadata=POSITIVE)
     """Height of the images in pixels."""
-    width: int = 32
+    width: int = field(default=32, metadata=POSITIVE)
     """Width of the images in pixels."""
-    num_classes: int = 10
+    num_classes: int = field(default=10, metadata=rule("2 to 256", lambda value: 2 <= value <= 256))
     """Number of classes, 2 to 256."""
     seed: int = 0
     """Seed of the random images."""
 
     def __post_init__(self) -> None:
+        check_values(self, "data.")  # before the sizes are compared
         DataConfig.__post_init__(self)
-        for key in ("num_train", "num_eval", "channels", "height", "width"):
-            require_positive(f"data.{key}", getattr(self, key))
-        require(2 <= self.num_classes <= 256, f"data.num_classes={self.num_classes} must be 2 to 256")
         require(
             len(self.mean) == self.channels,
             f"data.mean={self.mean} must have one value per channel, and so must data.std: "

@@ -1,13 +1,25 @@
-"""The error that a broken rule raises, and the checks that schemas use."""
+"""The errors that broken rules raise, and the rules of values, which stand in the metadata of schemas' fields."""
 
+import math
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 FAILURE, USER_ERROR = 1, 2
 """Exit codes: 2 tells a scheduler not to try again; a condition that may go away is 1."""
-MUST_BE = "must_be"
-"""The key of a field's metadata that says what its value must be, where the type alone does not."""
-FREE = "free"
-"""The key of a field's metadata that says that a resumed run may have another value."""
+FREE = {"free": True}
+"""Metadata of a field that a resumed run may change, because it does not change the training."""
+
+
+def rule(words: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return metadata of a field whose value must be as `words` say; null passes every rule."""
+    return {"must_be": words, "holds": holds}
+
+
+POSITIVE = rule("greater than 0", lambda value: value > 0)
+NOT_NEGATIVE = rule("0 or more", lambda value: value >= 0)
+UP_TO_ONE = rule("in [0, 1]", lambda value: 0 <= value <= 1)
+BELOW_ONE = rule("in [0, 1)", lambda value: 0 <= value < 1)
 
 
 class ConfigError(ValueError):
@@ -26,6 +38,21 @@ def require(condition: bool, message: str) -> None:
     """Raise ``ConfigError(message)`` unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def check_values(section: Any, prefix: str = "") -> None:
+    """Check the rules of all fields of a config object and of those inside it; ConfigError if a value breaks one."""
+    for field in fields(section):
+        value, key, holds = getattr(section, field.name), f"{prefix}{field.name}", field.metadata.get("holds")
+        require(
+            value is None or holds is None or holds(value), f"{key}={value} must be {field.metadata.get('must_be')}"
+        )
+        parts = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {"": value}
+        for name, part in parts.items():
+            if is_dataclass(part):
+                check_values(part, f"{key}.{name}.".replace("..", "."))
+            require(not isinstance(part, float) or math.isfinite(part), f"{key}={value} must be finite")
+            require(not isinstance(part, int) or abs(part) < 2**63, f"{key}={value} must be below 2^63")
 
 
 def require_positive(key: str, value: float | None) -> None:

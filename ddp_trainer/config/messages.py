@@ -5,14 +5,14 @@ OmegaConf raise while a config is composed.
 """
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -24,19 +24,14 @@ from omegaconf.errors import (
 )
 
 from ddp_trainer import registry
-from ddp_trainer.config.errors import MUST_BE, ConfigError, TransientError, require
+from ddp_trainer.config.errors import ConfigError, TransientError, require
 from ddp_trainer.config.schema import Config
 
 HELP = "--help lists the keys"
 
 
 def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None:
-    """Check overrides before Hydra composes them.
-
-    Raises:
-        ConfigError: one of them removes or adds a key that it must not, or has several values or none.
-        OverrideParseException: one of them is not of the form key=value.
-    """
+    """Refuse overrides that Hydra would accept, or refuse in words of its own."""
     known = known_keys()
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key, text = override.key_or_group, override.input_line or override.key_or_group
@@ -55,16 +50,13 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
             f"{text} adds a key that exists: write {key}=… to change it",
         )
         if key in (*registry.groups(), "experiment"):
-            require(_is_choice(override), f"{text} is not a valid choice: {choose(key)}")
+            value = None if override.is_sweep_override() else override.value()
+            names = value if isinstance(value, list) else [value]
+            are_names = all(isinstance(name, str) and name != "???" for name in names)
+            require(are_names or override.is_sweep_override(), f"{text} is not a valid choice: {choose(key)}")
         require(not key.startswith("experiment."), f"{text} is unknown: set the key itself, without experiment.")
-
-
-def _is_choice(override: Override) -> bool:
-    if override.is_sweep_override():
-        return True
-    value = override.value()
-    names = value if isinstance(value, list) else [value]
-    return all(isinstance(name, str) and name != "???" for name in names)
+        group, _, name = key.rpartition(".")
+        require(name != "name" or group not in registry.groups(), f"{text} cannot be set: choose with {group}=…")
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
@@ -125,7 +117,7 @@ def choose(group: str) -> str:
 
 def _unknown_choice(error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    options = sorted(error.options or (registry.choices(group) if _is_group(group) else ()))
+    options = sorted(error.options or (registry.choices(group) if group in registry.groups() else ()))
     if not options:
         return _first_line(error)
     near = get_close_matches(choice, options, n=1)
@@ -136,13 +128,15 @@ def _unknown_choice(error: MissingConfigException) -> str:
 # --- keys ---------------------------------------------------------------------------------------
 
 
-def known_keys() -> dict[str, Any]:
-    """Return the type of every key that a config may have under some choice of groups, by dotted name."""
-    keys: dict[str, Any] = {}
+def known_keys() -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Return (type, metadata) of every key that a config may have under some choice of groups, by dotted name."""
+    keys: dict[str, tuple[Any, Mapping[str, Any]]] = {}
 
     def add(schema: Any, prefix: str) -> None:
-        for name, hint in _types(schema).items():
-            keys[prefix + name] = hint
+        hints = get_type_hints(schema)
+        for field in fields(schema):
+            name, hint = field.name, hints[field.name]
+            keys[prefix + name] = (hint, field.metadata)
             if not prefix and name in registry.groups():
                 for choice in registry.choices(name).values():
                     add(choice.schema, f"logger.{choice.name}." if name == "logger" else f"{name}.")
@@ -153,11 +147,6 @@ def known_keys() -> dict[str, Any]:
     return keys
 
 
-def _types(schema: Any) -> dict[str, Any]:
-    hints = get_type_hints(schema)
-    return {field.name: hints[field.name] for field in fields(schema)}
-
-
 def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
     key = error.full_key or str(error.key)
     if key == "experiment":
@@ -165,9 +154,13 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     text, known = _quote(key, arguments), known_keys()
     group, _, name = key.rpartition(".")
     schema = error.object_type
-    by_schema = {choice.schema: choice.name for choice in registry.choices(group).values()} if _is_group(group) else {}
+    by_schema = (
+        {choice.schema: choice.name for choice in registry.choices(group).values()}
+        if group in registry.groups()
+        else {}
+    )
     if schema in by_schema and key in known:
-        others = [other for its_schema, other in by_schema.items() if name in _types(its_schema)]
+        others = [other for its_schema, other in by_schema.items() if name in its_schema.__dataclass_fields__]
         return f"{text} does not go with {group}={by_schema[schema]}: it is a key of {group}={_listed(others)}"
     siblings = sorted(field.name for field in fields(schema)) if group and is_dataclass(schema) else []
     if near := _near(key, known, siblings):
@@ -178,11 +171,7 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     return f"{text} is unknown: {HELP}"
 
 
-def _is_group(name: str) -> bool:
-    return name in registry.groups()
-
-
-def _near(key: str, known: dict[str, Any], siblings: Sequence[str]) -> list[str]:
+def _near(key: str, known: Iterable[str], siblings: Sequence[str]) -> list[str]:
     """Return up to three similar keys: with a similar spelling, or the same name in another group."""
     group, _, name = key.rpartition(".")
     if siblings:
@@ -202,32 +191,27 @@ def _listed(items: Sequence[str]) -> str:
 
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     key = (error.full_key or "").partition("[")[0]
-    hint = known_keys().get(key)
-    if hint is None:
-        return f"{_quote(key, arguments)} is not valid: {_first_line(error)}"
+    hint, metadata = known_keys().get(key, (None, {}))
     text = _quote(key, arguments)
+    if hint is None:
+        return f"{text} is not valid: {_first_line(error)}"
     if text == key:
         text = f"{key}={error.value}"
     if is_dataclass(hint):
-        rule = choose(key) if _is_group(key) else f"set {key}.{_listed([field.name for field in fields(hint)])}"
+        is_group = key in registry.groups()
+        rule = choose(key) if is_group else f"set {key}.{_listed([field.name for field in fields(hint)])}"
         return f"{text} replaces a whole section: {rule}"
-    return f"{text} must be {_must_be(key) or in_words(hint)}"
+    rule = metadata.get("must_be") if str in get_args(hint) else None  # of a key that may be auto
+    return f"{text} must be {rule or in_words(hint)}"
 
 
-def _must_be(key: str) -> str | None:
-    """Return the rule of a key in the metadata of its field, if it has one."""
-    group, _, name = key.rpartition(".")
-    schemas = [choice.schema for choice in registry.choices(group).values()] if _is_group(group) else [Config]
-    rules = (schema.__dataclass_fields__[name].metadata for schema in schemas if name in schema.__dataclass_fields__)
-    return next((rule[MUST_BE] for rule in rules if MUST_BE in rule), None)
-
-
-_WORDS: dict[Any, str] = {
+WORDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     type(None): "null",
+    dict: "a section",
 }
 
 
@@ -239,6 +223,4 @@ def in_words(hint: Any) -> str:
         return _listed([in_words(part) for part in get_args(hint)])
     if get_origin(hint) is list:
         return "a list of numbers, such as [0.5, 0.5]" if get_args(hint) == (float,) else "a list, such as [a, b]"
-    if get_origin(hint) is dict:
-        return "a section"
-    return _WORDS.get(hint, "of another type")
+    return WORDS.get(get_origin(hint) or hint, "of another type")

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import require, require_positive
+from ddp_trainer.config.errors import BELOW_ONE, NOT_NEGATIVE, POSITIVE, require
 from ddp_trainer.registry import register_optimizer
 
 
@@ -15,19 +15,14 @@ class OptimizerConfig:
     """Whether its ``step`` can leave out an update, by ``found_inf`` as torch's fused optimizers do."""
 
     name: str = MISSING
-    lr: float = 0.1
+    lr: float = field(default=0.1, metadata=POSITIVE)
     """Peak learning rate for the global batch as given."""
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Weight decay: added to the gradient (sgd, lars) or decoupled and multiplied by lr (adamw, lamb)."""
     scale_lr: bool = False
     """Linear rule: multiply lr by global_batch_size / base_batch_size."""
-    base_batch_size: int = 256
+    base_batch_size: int = field(default=256, metadata=POSITIVE)
     """The global batch that `lr` was chosen for; read only when scale_lr is on."""
-
-    def __post_init__(self) -> None:
-        require_positive("optimizer.lr", self.lr)
-        require_positive("optimizer.base_batch_size", self.base_batch_size)
-        require(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must be 0 or more")
 
     def scaled_lr(self, global_batch_size: int) -> float:
         """Return the learning rate for `global_batch_size` samples a step."""
@@ -41,14 +36,12 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MomentumConfig(OptimizerConfig):
-    momentum: float = 0.9
+    momentum: float = field(default=0.9, metadata=BELOW_ONE)
     """Momentum factor, in [0, 1)."""
     nesterov: bool = False
     """Use Nesterov momentum."""
 
     def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        require(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must be in [0, 1)")
         require(
             not self.nesterov or self.momentum > 0,
             "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
@@ -64,12 +57,10 @@ class MomentumConfig(OptimizerConfig):
 class AdamConfig(OptimizerConfig):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates, in [0, 1), of the running means of the gradient and of its square."""
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata=POSITIVE)
     """Added to the denominator."""
 
     def __post_init__(self) -> None:
-        OptimizerConfig.__post_init__(self)
-        require_positive("optimizer.eps", self.eps)
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas={self.betas} must be two values in [0, 1)",
@@ -86,11 +77,11 @@ class SGDConfig(MomentumConfig):
     skips_nonfinite: ClassVar[bool] = True
 
     name: str = "sgd"
-    lr: float = 0.2
+    lr: float = field(default=0.2, metadata=POSITIVE)
     """Peak learning rate for the global batch as given."""
     nesterov: bool = True
     """Use Nesterov momentum."""
-    weight_decay: float = 5e-4
+    weight_decay: float = field(default=5e-4, metadata=NOT_NEGATIVE)
     """Weight decay, an L2 term added to the gradient."""
 
 
@@ -99,33 +90,29 @@ class AdamWConfig(AdamConfig):
     skips_nonfinite: ClassVar[bool] = True
 
     name: str = "adamw"
-    lr: float = 1e-3
+    lr: float = field(default=1e-3, metadata=POSITIVE)
     """Peak learning rate for the global batch as given."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LARSConfig(MomentumConfig):
     name: str = "lars"
-    lr: float = 5.0
+    lr: float = field(default=5.0, metadata=POSITIVE)
     """Peak learning rate for the global batch as given; each layer multiplies it by its trust ratio."""
-    weight_decay: float = 5e-5
+    weight_decay: float = field(default=5e-5, metadata=NOT_NEGATIVE)
     """Weight decay, an L2 term added to the gradient; biases and normalization have none."""
-    trust_coefficient: float = 0.001
+    trust_coefficient: float = field(default=0.001, metadata=POSITIVE)
     """Length of a layer's step over the length of its weights, at learning rate 1."""
-
-    def __post_init__(self) -> None:
-        MomentumConfig.__post_init__(self)
-        require_positive("optimizer.trust_coefficient", self.trust_coefficient)
 
 
 @dataclass(kw_only=True, slots=True)
 class LAMBConfig(AdamConfig):
     name: str = "lamb"
-    lr: float = 1e-2
+    lr: float = field(default=1e-2, metadata=POSITIVE)
     """Peak learning rate for the global batch as given; each layer multiplies it by its trust ratio."""
-    weight_decay: float = 0.01
+    weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
     """Decoupled weight decay, multiplied by lr; biases and normalization have none."""
-    eps: float = 1e-6
+    eps: float = field(default=1e-6, metadata=POSITIVE)
     """Added to the denominator."""
 
 

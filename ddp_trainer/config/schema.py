@@ -1,13 +1,12 @@
 """The root of the config: one training run, with a choice of each group, and the rules that keys obey together."""
 
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from ddp_trainer import registry
 from ddp_trainer.config.data import DataConfig, DigitsConfig
-from ddp_trainer.config.errors import MUST_BE, flatten_keys, require, require_positive
+from ddp_trainer.config.errors import BELOW_ONE, FREE, POSITIVE, check_values, require, rule
 from ddp_trainer.config.loggers import JsonlConfig, LoggerConfig, TensorBoardConfig
 from ddp_trainer.config.models import ModelConfig, ResNet18Config
 from ddp_trainer.config.optimizers import OptimizerConfig, SGDConfig
@@ -15,7 +14,7 @@ from ddp_trainer.config.schedulers import CosineConfig, SchedulerConfig
 from ddp_trainer.config.sync import DDPConfig, SyncConfig
 
 DEFAULT_NAME = "${data.name}-${model.name}-${sync.name}"
-MAX_TIMEOUT_SECONDS = 7 * 24 * 3600
+WEEK_SECONDS = 7 * 24 * 3600
 
 
 class Precision(Enum):
@@ -50,18 +49,14 @@ class OnNonfinite(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: int | None = None
+    every_steps: int | None = field(default=None, metadata=POSITIVE)
     """Save after each so many optimizer steps, besides each epoch's end; null: epoch ends only."""
-    every_seconds: float | None = None
+    every_seconds: float | None = field(default=None, metadata=POSITIVE)
     """Save when so much time has passed since the last save, by rank 0's clock; null: never."""
-    keep_last: int = 3
+    keep_last: int = field(default=3, metadata=POSITIVE)
     """How many step checkpoints stay on disk."""
     keep_best: bool = True
     """Keep the checkpoint of the highest eval/top1 as best.pt."""
-
-    def __post_init__(self) -> None:
-        for key in ("every_steps", "every_seconds", "keep_last"):
-            require_positive(f"checkpoint.{key}", getattr(self, key))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,72 +69,64 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=CosineConfig)
     sync: SyncConfig = field(default_factory=DDPConfig)
     logger: dict[str, LoggerConfig] = field(
-        default_factory=lambda: {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}
+        default_factory=lambda: {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}, metadata=FREE
     )
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=FREE)
 
-    name: str = DEFAULT_NAME
+    name: str = field(default=DEFAULT_NAME, metadata=FREE)
     """The run directory is <output_dir>/<name>."""
-    output_dir: str = "outputs"
+    output_dir: str = field(default="outputs", metadata=FREE)
     """The folder of run directories."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=rule("0 to 2^63 - 1", lambda value: 0 <= value < 2**63))
     """Seed of the initial weights, the sample order and the augmentation; 0 to 2^63 - 1."""
-    epochs: int = 10
+    epochs: int = field(default=10, metadata=POSITIVE | FREE)
     """Passes over the training split; the last incomplete global batch of each is dropped."""
-    max_steps: int | None = None
+    max_steps: int | None = field(default=None, metadata=POSITIVE | FREE)
     """Stop after this many optimizer steps, counted over all launches; evaluate and save. null: train all epochs."""
-    global_batch_size: int = 256
+    global_batch_size: int = field(default=256, metadata=POSITIVE)
     """Samples per optimizer step over all ranks and gradient accumulation steps."""
-    eval_batch_size: int = 1024
+    eval_batch_size: int = field(default=1024, metadata=POSITIVE | FREE)
     """Samples per evaluation batch over all ranks; changes speed and memory, never the result."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = field(default=1, metadata=POSITIVE)
     """Forward and backward passes per optimizer step; more of them need less memory."""
     precision: Precision = Precision.auto
     """auto: bf16 where the hardware of every rank multiplies it, else fp32."""
-    channels_last: bool | str = field(default="auto", metadata={MUST_BE: "auto, true or false"})
+    channels_last: bool | str = field(
+        default="auto", metadata=FREE | rule("auto, true or false", lambda value: value in ("auto", True, False))
+    )
     """Memory layout NHWC; auto: true."""
-    compile: bool = False
+    compile: bool = field(default=False, metadata=FREE)
     """Compile the model by torch.compile: slower to start, faster a step."""
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=FREE)
     """Deterministic algorithms only: needed on a GPU for bitwise equal runs; a CPU run is bitwise equal without."""
-    num_threads: int | str = field(default="auto", metadata={MUST_BE: "auto or 1 to 1024"})
+    num_threads: int | str = field(
+        default="auto",
+        metadata=FREE | rule("auto or 1 to 1024", lambda value: value == "auto" or value in range(1, 1025)),
+    )
     """Threads per rank; auto: usable cores / local ranks, whatever OMP_NUM_THREADS is."""
-    device: Device = Device.auto
+    device: Device = field(default=Device.auto, metadata=FREE)
     """auto: cuda where there is one."""
-    backend: Backend = Backend.auto
+    backend: Backend = field(default=Backend.auto, metadata=FREE)
     """auto: nccl on cuda, gloo on cpu."""
-    timeout_seconds: int = 120
+    timeout_seconds: int = field(
+        default=120, metadata=FREE | rule(f"1 to {WEEK_SECONDS}, a week", lambda value: 0 < value <= WEEK_SECONDS)
+    )
     """How long a collective may take before the job is ended."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the target that is spread evenly over all classes."""
-    max_grad_norm: float | None = None
+    max_grad_norm: float | None = field(default=None, metadata=POSITIVE)
     """Gradients are scaled down to this norm; null: never."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
-    log_every_steps: int = 20
+    log_every_steps: int = field(default=20, metadata=POSITIVE | FREE)
     """Optimizer steps between two log points; only there, and once a second, the host waits for the device."""
-    resume: Resume = Resume.auto
+    resume: Resume = field(default=Resume.auto, metadata=FREE)
     """auto: resume from the newest checkpoint if there is one; must: there has to be one; never: start from step 0."""
 
     def __post_init__(self) -> None:
         if self.name == DEFAULT_NAME:  # composed by Hydra it is resolved already
             self.name = f"{self.data.name}-{self.model.name}-{self.sync.name}"
-        for key in ("epochs", "max_steps", "global_batch_size", "eval_batch_size", "gradient_accumulation_steps",
-                    "timeout_seconds", "max_grad_norm", "log_every_steps"):  # fmt: skip
-            require_positive(key, getattr(self, key))
-        for key, allowed in (("num_threads", range(1, 1025)), ("channels_last", (True, False))):
-            value, rule = getattr(self, key), Config.__dataclass_fields__[key].metadata[MUST_BE]
-            require(value == "auto" or value in allowed, f"{key}={value} must be {rule}")
-        require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must be in [0, 1)")
-        require(0 <= self.seed < 2**63, f"seed={self.seed} must be 0 to 2^63 - 1")
-        require(
-            self.timeout_seconds <= MAX_TIMEOUT_SECONDS,
-            f"timeout_seconds={self.timeout_seconds} must be at most {MAX_TIMEOUT_SECONDS}, a week",
-        )
-        for key, value in flatten_keys(asdict(self)).items():
-            for number in value if isinstance(value, list) else [value]:
-                require(not isinstance(number, float) or math.isfinite(number), f"{key}={value} must be finite")
-                require(not isinstance(number, int) or abs(number) < 2**63, f"{key}={value} must be below 2^63")
+        check_values(self)
         self._check_names()
         self._check_together()
 
@@ -152,14 +139,9 @@ class Config:
         for group, key, chosen in self.choices():
             choice = registry.find(group, type(chosen))
             require(
-                choice is not None,
-                f"{key}={chosen.name} has no schema: begin its YAML with defaults: "
-                f"[{next(iter(registry.choices(group)))}, _self_]",
-            )
-            assert choice is not None
-            require(
-                chosen.name == choice.name,
-                f"{key}.name={chosen.name} must stay {choice.name}: for another choice write {group}={chosen.name}",
+                choice is not None and chosen.name == choice.name,
+                f"{key}={chosen.name} is not what {type(chosen).__name__} was registered as: register it, or leave "
+                "its name as it is",
             )
 
     def choices(self) -> list[tuple[str, str, Any]]:

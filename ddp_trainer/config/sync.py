@@ -6,13 +6,18 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import FREE, MUST_BE, require, require_positive
+from ddp_trainer.config.errors import FREE, POSITIVE, require, rule
 from ddp_trainer.registry import register_sync
 
 CAPS_MB = (25, 4)
 MAX_CAP_MB = 2**20
 MIN_BUCKETS = 8
 """bucket_cap_mb=auto is the largest cap that gives so many buckets: with fewer, less communication overlaps."""
+
+
+def is_cap(value: int | str) -> bool:
+    """Return whether `value` is a size of buckets in MiB, or auto."""
+    return value == "auto" or (isinstance(value, int) and 0 < value <= MAX_CAP_MB)
 
 
 class CommHook(Enum):
@@ -41,11 +46,7 @@ class SyncConfig:
     name: str = MISSING
 
     def check_world_size(self, world_size: int) -> None:
-        """Check whether the strategy can run on `world_size` ranks.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Check that the strategy can run on `world_size` ranks; ConfigError if it cannot."""
         require(
             world_size == 1 or not self.single_process,
             f"sync={self.name} is for one process and there are {world_size} ranks: use sync=ddp, or start one "
@@ -63,26 +64,14 @@ class NoSyncConfig(SyncConfig):
 @dataclass(kw_only=True, slots=True)
 class DDPConfig(SyncConfig):
     name: str = "ddp"
-    bucket_cap_mb: int | str = field(default="auto", metadata={MUST_BE: f"auto or 1 to {MAX_CAP_MB}", FREE: True})
+    bucket_cap_mb: int | str = field(default="auto", metadata=FREE | rule(f"auto or 1 to {MAX_CAP_MB}", is_cap))
     """Gradients travel in buckets of this many MiB, the first while backward still runs; auto: by the model's size."""
     comm_hook: CommHook = CommHook.none
     """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
-    powersgd_rank: int = 2
+    powersgd_rank: int = field(default=2, metadata=POSITIVE)
     """Rank of powersgd's factors; a higher one is closer to the gradient."""
-    powersgd_warmup_steps: int = 100
+    powersgd_warmup_steps: int = field(default=100, metadata=rule("at least 2", lambda value: value >= 2))
     """Backward passes of each launch before PowerSGD compresses, including the two of `prime_ddp`."""
-
-    def __post_init__(self) -> None:
-        cap = self.bucket_cap_mb
-        require(
-            cap == "auto" or (isinstance(cap, int) and 0 < cap <= MAX_CAP_MB),
-            f"sync.bucket_cap_mb={cap} must be auto or 1 to {MAX_CAP_MB}",
-        )
-        require_positive("sync.powersgd_rank", self.powersgd_rank)
-        require(
-            self.powersgd_warmup_steps >= 2,
-            f"sync.powersgd_warmup_steps={self.powersgd_warmup_steps} must be at least 2",
-        )
 
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
@@ -118,11 +107,8 @@ class ParameterServerConfig(SyncConfig):
     supports_fp16: ClassVar[bool] = False
 
     name: str = "parameter_server"
-    num_servers: int = field(default=1, metadata={FREE: True})
+    num_servers: int = field(default=1, metadata=POSITIVE | FREE)
     """How many ranks, from 0 on, own parameters besides training; 1 to the world size."""
-
-    def __post_init__(self) -> None:
-        require_positive("sync.num_servers", self.num_servers)
 
     def check_world_size(self, world_size: int) -> None:
         require(
@@ -136,11 +122,8 @@ class LocalSGDConfig(SyncConfig):
     supports_fp16: ClassVar[bool] = False
 
     name: str = "local_sgd"
-    every_steps: int = 8
+    every_steps: int = field(default=8, metadata=POSITIVE)
     """Optimizer steps between two averages; an epoch's end is one too."""
-
-    def __post_init__(self) -> None:
-        require_positive("sync.every_steps", self.every_steps)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -148,7 +131,7 @@ class ReplicasConfig(SyncConfig):
     single_process: ClassVar[bool] = True
 
     name: str = "replicas"
-    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata={FREE: True})
+    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata=FREE)
     """The device of each replica: all cpu, or cuda:0, cuda:1 and so on."""
 
     def __post_init__(self) -> None:
@@ -170,7 +153,7 @@ class DataParallelConfig(SyncConfig):
 
 
 register_sync("ddp", DDPConfig, builder="ddp_trainer.sync.ddp:DDPSync")
-register_sync("none", NoSyncConfig, builder="ddp_trainer.sync.none:build_none")
+register_sync("none", NoSyncConfig, builder="ddp_trainer.sync.base:GradientSync")
 register_sync("allreduce", AllReduceConfig, builder="ddp_trainer.sync.allreduce:AllReduceSync")
 register_sync("ring", RingConfig, builder="ddp_trainer.sync.ring:RingSync")
 register_sync(

@@ -42,7 +42,7 @@ class Datasets:
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of the images."""
+        """(channels, height, width) of the first training image."""
         return shape_of(self.train)
 
     @cached_property
@@ -58,18 +58,14 @@ class Datasets:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Check the splits: all of the samples in memory, and the first sample of those that are streamed.
-
-        Raises:
-            ValueError: one of them does not fit.
-        """
+        """Check the samples in memory, and the first sample of a streamed split; ValueError if one does not fit."""
         for name, split in (("train", self.train), ("eval", self.eval)):
             if not isinstance(split, Sized):
                 raise ValueError(f"{name} must be ImageTensors or a map-style data set, and has no length")
             if len(split) == 0:
                 raise ValueError(f"{name} has no sample")
             if isinstance(split, ImageTensors):
-                check_tensors(split, num_classes=len(self.class_names))
+                check_tensors(split, name, num_classes=len(self.class_names))
         if shape_of(self.eval) != self.image_shape:
             raise ValueError(f"images must have one shape: train has {self.image_shape} and eval {shape_of(self.eval)}")
 
@@ -97,19 +93,15 @@ def build_datasets(config: DataConfig) -> Datasets:
     return datasets
 
 
-def check_tensors(split: ImageTensors, *, num_classes: int) -> None:
-    """Check types, shapes and labels.
-
-    Raises:
-        ValueError: one of them does not fit.
-    """
+def check_tensors(split: ImageTensors, name: str, *, num_classes: int) -> None:
+    """Check types, shapes and labels; ValueError if one does not fit."""
     images, labels = split.images, split.labels
     if images.dtype != torch.uint8 or images.ndim != 4:
-        raise ValueError(f"images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}")
+        raise ValueError(f"{name} images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}")
     if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise ValueError(f"labels must be int64 [{len(images)}] and are {labels.dtype} {list(labels.shape)}")
+        raise ValueError(f"{name} labels must be int64 [{len(images)}] and are {labels.dtype} {list(labels.shape)}")
     if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"labels must be 0 to {num_classes - 1} and are {labels.min()} to {labels.max()}")
+        raise ValueError(f"{name} labels must be 0 to {num_classes - 1} and are {labels.min()} to {labels.max()}")
 
 
 def num_samples(split: Split) -> int:
@@ -124,12 +116,7 @@ def shape_of(split: Split) -> tuple[int, int, int]:
 
 
 def read_sample(dataset: Dataset[Any], index: int) -> tuple[Tensor, int]:
-    """Return the image, uint8 [C, H, W], and the label of a sample of a map-style data set.
-
-    Raises:
-        RuntimeError: it cannot be read; names the sample.
-        ValueError: it is something else; names the sample.
-    """
+    """Return image, uint8 [C, H, W], and label of a sample; RuntimeError or ValueError, with its name, if it is bad."""
     name = sample_name(dataset, index)
     try:
         image, label = dataset[index]
@@ -174,11 +161,7 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 
 
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed.
-
-    Raises:
-        ConfigError: one of the parts would be empty.
-    """
+    """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed."""
     order = torch.randperm(num_samples(datasets.train), generator=generator(0, purpose="validation"))
     count = round(fraction * len(order))
     require(
@@ -186,12 +169,11 @@ def hold_out(datasets: Datasets, fraction: float) -> Datasets:
         f"data.validation_fraction={fraction} of {len(order)} training images leaves one of the "
         "splits empty: choose another",
     )
-    train, held_out = (select(datasets.train, ids.sort().values) for ids in (order[count:], order[:count]))
+
+    def select(ids: Tensor) -> Split:
+        if isinstance(split := datasets.train, ImageTensors):
+            return ImageTensors(split.images[ids], split.labels[ids])
+        return Subset(split, ids.tolist())
+
+    train, held_out = (select(ids.sort().values) for ids in (order[count:], order[:count]))
     return Datasets(train=train, eval=held_out, class_names=datasets.class_names)
-
-
-def select(split: Split, ids: Tensor) -> Split:
-    """Return the samples `ids`, int64 [n], of a split."""
-    if isinstance(split, ImageTensors):
-        return ImageTensors(split.images[ids], split.labels[ids])
-    return Subset(split, ids.tolist())

@@ -10,12 +10,9 @@ from torch import Tensor
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors, Split
-from ddp_trainer.data.resident import ResidentReader
+from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.data.streaming import SampleReader
 from ddp_trainer.distributed.process_group import World
-
-Reader = ResidentReader | SampleReader
 
 
 class Batch(NamedTuple):

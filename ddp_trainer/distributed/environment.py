@@ -1,21 +1,29 @@
-"""The environment variables, cores and network interface of this process. Imports no torch.
+"""The environment variables, cores, network interface and versions of this process. Imports no torch.
 
 No other module reads environment variables.
 """
 
 import fcntl
 import os
+import platform
 import socket
 import struct
+import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from ddp_trainer import __version__
 from ddp_trainer.config.errors import ConfigError, require
 
 SIOCGIFADDR = 0x8915
 """The ioctl that returns the IPv4 address of a network interface, from Linux's sockios.h."""
+COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+FIX = "start with torchrun --nproc_per_node=N --master-port=29500 -m ddp_trainer, or unset RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,22 +34,17 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    is_restart: bool = False
-    """This launch has started this rank before: torchrun restarted it, or SLURM requeued the job."""
-    under_torchrun: bool = False
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
+    under_torchrun: bool = False
+    is_restart: bool = False
+    """This launch has started this rank before: torchrun restarted it, or SLURM requeued the job."""
+    error_file: str | None = None
+    """The file from which torchrun reads the cause of a failure."""
     stop_file: str | None = None
     """A graceful stop begins when this file appears: DDP_TRAINER_STOP_FILE."""
     command: str | None = None
     """The command that continues this run, where a launch script knows it: DDP_TRAINER_COMMAND."""
-    error_file: str | None = None
-    """The file from which torchrun reads the cause of a failure."""
-
-    @property
-    def is_one_node(self) -> bool:
-        """Return whether all ranks share this host."""
-        return self.world_size == self.local_world_size
 
     def record_start(self) -> None:
         """Record this start for `is_restart` of later ones, because torchrun counts only restarts after a failure.
@@ -53,48 +56,31 @@ class Environment:
                 marker.write_text(str(os.getpid()))
 
 
-COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-FIX = "start with torchrun --nproc_per_node=N -m ddp_trainer, or unset RANK and WORLD_SIZE for one process"
-
-
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return the `Environment` of this process; without torchrun's variables, that of a single process.
-
-    Raises:
-        ConfigError: only some of torchrun's variables are set, or one is not valid.
-    """
-    stop_file, command = (variables.get(f"DDP_TRAINER_{name}") or None for name in ("STOP_FILE", "COMMAND"))
+    """Return the `Environment` of this process, single if there are no variables of torchrun; ConfigError if bad."""
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-    is_restart = _was_started_before(error_file) or any(
-        _count(name, variables) > 0 for name in RESTART_COUNTS if variables.get(name)
-    )
-    if "WORLD_SIZE" not in variables and "RANK" not in variables:
-        return Environment(is_restart=is_restart, stop_file=stop_file, command=command)
+    marker = _start_marker(error_file)
+    was_started = marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
+    fields: dict[str, Any] = {
+        "is_restart": was_started or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name)),
+        "stop_file": variables.get("DDP_TRAINER_STOP_FILE") or None,
+        "command": variables.get("DDP_TRAINER_COMMAND") or None,
+    }
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in variables]
+    if not present:
+        return Environment(**fields)
     if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
-        present = "RANK" if "RANK" in variables else "WORLD_SIZE"
-        raise ConfigError(f"{present}={variables[present]} is set and {', '.join(missing)} not: {FIX}")
-    rank, world_size, local_rank, local_world_size, port = (_count(name, variables) for name in COUNTS)
-    require(rank < world_size, f"RANK={rank} must be less than WORLD_SIZE={world_size}: {FIX}")
+        raise ConfigError(f"{present[0]}={variables[present[0]]} is set and {', '.join(missing)} not: {FIX}")
+    fields |= {name.lower(): _count(name, variables) for name in COUNTS}
+    env = Environment(**fields, master_addr=variables["MASTER_ADDR"], under_torchrun=True, error_file=error_file)
+    require(env.rank < env.world_size, f"RANK={env.rank} must be less than WORLD_SIZE={env.world_size}: {FIX}")
     require(
-        local_rank < local_world_size <= world_size,
-        f"LOCAL_RANK={local_rank} must be less than LOCAL_WORLD_SIZE={local_world_size}, which must be at most "
-        f"WORLD_SIZE={world_size}: {FIX}",
+        env.local_rank < env.local_world_size <= env.world_size,
+        f"LOCAL_RANK={env.local_rank} must be less than LOCAL_WORLD_SIZE={env.local_world_size}, which must be at most "
+        f"WORLD_SIZE={env.world_size}: {FIX}",
     )
-    require(0 < port < 2**16, f"MASTER_PORT={port} must be 1 to 65535: {FIX}")
-    return Environment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        is_restart=is_restart,
-        under_torchrun=True,
-        master_addr=variables["MASTER_ADDR"],
-        master_port=port,
-        stop_file=stop_file,
-        command=command,
-        error_file=error_file,
-    )
+    require(0 < env.master_port < 2**16, f"MASTER_PORT={env.master_port} must be 1 to 65535: {FIX}")
+    return env
 
 
 def _count(name: str, variables: Mapping[str, str]) -> int:
@@ -114,9 +100,16 @@ def _start_marker(error_file: str | None) -> Path | None:
     return attempt.parent / f"started-{Path(error_file).parent.name}"
 
 
-def _was_started_before(error_file: str | None) -> bool:
-    marker = _start_marker(error_file)
-    return marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
+def installed_versions() -> dict[str, str]:
+    """Return the versions that all ranks must share, without importing torch; ConfigError if one is not installed."""
+    versions = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in ("torch", "torchvision"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            fix = "make .venv/installed, or set PYTHON"
+            raise ConfigError(f"{package} is not installed in {sys.prefix}: {fix}") from None
+    return versions
 
 
 def plugin_modules(variables: Mapping[str, str] = os.environ) -> list[str]:
@@ -135,11 +128,6 @@ def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[
     return [name.strip() for name in names.split(",")][:count] if names else [str(number) for number in range(count)]
 
 
-def torchrun_variables(num_threads: int) -> dict[str, str]:
-    """Return the environment variables to start torchrun with: without OMP_NUM_THREADS it prints a warning."""
-    return {"OMP_NUM_THREADS": str(num_threads)}
-
-
 def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
     """Set GOMP_SPINCOUNT=1000 unless OMP_WAIT_POLICY is set. Call this before torch is imported.
 
@@ -152,11 +140,10 @@ def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
 
 def set_interface(environment: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
     """Set the network interface of gloo and NCCL to the one that routes to rank 0, unless the user has chosen one."""
-    interface = "lo" if environment.is_one_node else interface_towards(environment.master_addr)
-    if interface is not None:
-        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if not environment.is_one_node:
-            variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+    is_one_node = environment.world_size == environment.local_world_size
+    if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
+        for library in ("GLOO",) if is_one_node else ("GLOO", "NCCL"):
+            variables.setdefault(f"{library}_SOCKET_IFNAME", interface)
 
 
 def interface_towards(host: str) -> str | None:

@@ -15,7 +15,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Self
@@ -44,41 +44,21 @@ LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refuse
 """Parts of the message of a collective that fails because of another rank."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RankStatus:
     """The content of a heartbeat: a rank's position in training, and its process."""
 
     rank: int
-    heartbeat: int
+    heartbeat: float
+    """Its time, in unix seconds: each heartbeat has another one."""
     phase: str
     step: int
     host: str
     pid: int
-    pid_namespace: str | None
 
     def line(self, failure: str) -> str:
         """Return one line of a report."""
         return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
-
-    def is_local(self) -> bool:
-        """Return whether `pid` means the rank's process here too."""
-        return self.pid_namespace is not None and self.pid_namespace == pid_namespace()
-
-    def has_ended(self) -> bool:
-        """Return whether the process is known to have ended."""
-        try:
-            return self.is_local() and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            return True
-
-
-def pid_namespace() -> str | None:
-    """Return an identifier of the processes that share their pids; containers may share a host name without that."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return None
 
 
 class FailureMonitor:
@@ -100,17 +80,15 @@ class FailureMonitor:
         self._world, self._environment, self._run_dir = world, environment, run_dir
         self._stop_requested = stop_requested
         self._max_silence = max(timeout_seconds / 2, MIN_SILENCE_SECONDS)
-        self._launcher, self._heartbeat = os.getppid(), 0
+        self._launcher = os.getppid()
         self._is_root_cause, self._lock = False, threading.Lock()  # the lock is for the flag and the error file
-        self._store = self._connect("failure_monitor/" + world.broadcast_object(uuid.uuid4().hex))
+        prefix, port = "failure_monitor/" + world.broadcast_object(uuid.uuid4().hex), environment.master_port
+        self._store: dist.Store = dist.HashStore()
+        if environment.under_torchrun:
+            store = dist.TCPStore(environment.master_addr, port, is_master=False, timeout=timedelta(seconds=10))
+            self._store = dist.PrefixStore(prefix, store)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
-
-    def _connect(self, prefix: str) -> dist.Store:
-        if not self._environment.under_torchrun:
-            return dist.HashStore()
-        address, port = self._environment.master_addr, self._environment.master_port
-        return dist.PrefixStore(prefix, dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10)))
 
     def __enter__(self) -> Self:
         self._publish()
@@ -153,32 +131,29 @@ class FailureMonitor:
                 continue  # the store ends together with torchrun, for which the loop checks
 
     def _publish(self) -> None:
-        self._heartbeat += 1
+        """Publish the status, and write the error file in advance."""
         status = self._own_status()
-        self._store.set(f"status/{self._world.rank}", json.dumps(asdict(status)))
-        text = self._text(
-            [status.line("was lost, last seen in")], checkpoint=f"the newest in {self._run_dir / 'checkpoints'}"
-        )
+        self._store.set(f"status/{self._world.rank}", json.dumps(astuple(status)))
+        checkpoint = f"the newest in {self._run_dir / 'checkpoints'}"
+        text = self._text([status.line("was lost, last seen in")], checkpoint=checkpoint)
         with self._lock, suppress(OSError):  # a full disk must not end this thread
             if self._environment.error_file is not None and not self._is_root_cause:
                 write_error_file(self._environment.error_file, text, since=time.time())
 
     def _own_status(self) -> RankStatus:
-        return RankStatus(
-            rank=self._world.rank, heartbeat=self._heartbeat, phase=self.phase, step=self.step,
-            host=socket.gethostname(), pid=os.getpid(), pid_namespace=pid_namespace(),
-        )  # fmt: skip
+        return RankStatus(self._world.rank, time.time(), self.phase, self.step, socket.gethostname(), os.getpid())
 
     def _status(self, rank: int) -> RankStatus | None:
         key = f"status/{rank}"
-        return RankStatus(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return RankStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _end_job(self, status: RankStatus, silence: float) -> NoReturn:
         """Report the rank of `status`, which has sent no heartbeat for `silence` seconds, and end this process."""
         lines = [status.line(f"has not answered for {silence:.0f} s, in")]
         if self._claim(lines):
             self._report(lines, since=time.time() - silence)
-        if status.is_local():
+        first = self._world.rank - self._world.local_rank
+        if first <= status.rank < first + self._world.local_world_size:  # `pid` means that process here too
             with suppress(OSError):  # the process may have ended
                 os.kill(status.pid, signal.SIGCONT)  # if it is stopped: it then finds the root cause and ends
         self._exit(1)
@@ -197,43 +172,39 @@ class FailureMonitor:
     # --- the root cause -------------------------------------------------------------------------
 
     def _root_cause(self, error: Exception) -> list[str]:
-        """Return the lines of this rank's report, or none if another rank or torchrun reports the root cause."""
+        """Return the lines of this rank's report, or none if another rank reports the root cause."""
         lines = [self._own_status().line("failed first, in"), *error_lines(error)]
         try:
             if any(part in str(error) for part in LOST_PEER):
-                time.sleep(HEARTBEAT_SECONDS)  # the rank that is the root cause reports first
-                others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
-                statuses = [status for status in others if status is not None]
-                if self._store.check(["root_cause"]) or any(status.has_ended() for status in statuses):
-                    return []  # torchrun prints the error file of a rank that was killed
-                lost = self._without_heartbeat(statuses)
-                lines = [status.line("was lost, last seen in") for status in lost] or lines
+                lines = [status.line("was lost, last seen in") for status in self._silent_ranks()] or lines
             return lines if self._claim(lines) else []
         except dist.DistError:
             return lines  # the store has ended, so that no other rank can be asked
 
+    def _silent_ranks(self) -> list[RankStatus]:
+        """Return the status of the other ranks that send no heartbeat, at once when there is a root cause."""
+        was_stopping, deadline = self._stop_requested(), time.monotonic() + MIN_SILENCE_SECONDS
+        statuses = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
+        silent = [status for status in statuses if status is not None]
+        while silent and time.monotonic() < deadline and not self._store.check(["root_cause"]):
+            time.sleep(HEARTBEAT_SECONDS)
+            if self._stop_requested() and not was_stopping:
+                self._exit(0)  # torchrun ends this rank, and prints the error file of the one that was killed
+            silent = [status for status in silent if self._status(status.rank) == status]
+        return silent
+
     def _claim(self, lines: list[str]) -> bool:
         """Publish the first line as the root cause, unless there is one. Return whether it is the root cause."""
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
-
-    def _without_heartbeat(self, statuses: list[RankStatus]) -> list[RankStatus]:
-        """Return those of `statuses` that no heartbeat follows."""
-        deadline = time.monotonic() + MIN_SILENCE_SECONDS
-        while statuses and time.monotonic() < deadline:
-            time.sleep(HEARTBEAT_SECONDS / 4)
-            statuses = [status for status in statuses if self._status(status.rank) == status]
-        return statuses
 
     def _report(self, lines: list[str], *, since: float, error: Exception | None = None) -> None:
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
         if error is not None:
             path = self._run_dir / "failure.log"
-            try:
+            with suppress(OSError):  # a full disk, for example
                 replace_text(path, "".join(traceback.format_exception(error)))
                 lines = [*lines, f"traceback: {path}"]
-            except OSError as unwritten:  # a full disk, for example
-                lines = [*lines, f"the traceback was not kept: {unwritten}"]
         checkpoint = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
         report(self._text(lines, checkpoint=str(checkpoint)), self._environment, since=since)
 

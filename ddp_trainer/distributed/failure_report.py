@@ -48,11 +48,9 @@ def error_lines(error: Exception) -> list[str]:
 
 def command_to_continue(environment: Environment) -> str:
     """Return the command line that resumes this run: the one that started it, without resume=never."""
-    command = environment.command
-    if command is None:
-        command = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
-        num_nodes = environment.world_size // environment.local_world_size
-        nodes = f" --nnodes={num_nodes} …" if num_nodes > 1 else ""
-        torchrun = f"torchrun{nodes} --nproc_per_node={environment.local_world_size}"
-        command = f"{torchrun if environment.under_torchrun else 'python'} {command}"
+    num_nodes, ranks = environment.world_size // environment.local_world_size, environment.local_world_size
+    nodes = f" --nnodes={num_nodes} …" if num_nodes > 1 else ""
+    torchrun = f"torchrun{nodes} --nproc_per_node={ranks} --master-port={environment.master_port}"
+    words = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
+    command = environment.command or f"{torchrun if environment.under_torchrun else 'python'} {words}"
     return RESUME_NEVER.sub("", command)

@@ -1,31 +1,28 @@
 """Files that are written completely or not at all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to a temporary file, sync it to disk and rename it to `path`.
-
-    Raises:
-        OSError: it cannot be written; `path` is unchanged.
-    """
+@contextmanager
+def replace_file(path: Path) -> Iterator[BufferedRandom]:
+    """Yield a temporary file, which is synced to disk and renamed to `path` in the end; OSError leaves `path` as is."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        with open(temporary, "w") as file:
-            file.write(text)
+        with open(temporary, "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def fsync_directory(folder: Path) -> None:
-    """Sync the names in `folder` to disk, because a rename is durable only then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` by `replace_file`."""
+    with replace_file(path) as file:
+        file.write(text.encode())

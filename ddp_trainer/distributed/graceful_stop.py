@@ -5,27 +5,22 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from ddp_trainer.config.errors import ConfigError
 
 
 class GracefulStop:
-    """A flag that is set by SIGTERM, by SIGINT, or by a file that appears. The signal handler does nothing else.
+    """A flag that is set by SIGTERM, by SIGINT, or by a file that appears; ConfigError if its folder is unreadable.
 
     A second SIGINT within a second ends the process at once. Use as a context manager: leaving it restores the former
     signal handlers, and `is_set` keeps its value.
-
-    Raises:
-        ConfigError: the folder of the stop file cannot be read.
     """
 
     def __init__(self, stop_file: Path | None = None) -> None:
-        self.stop_file = stop_file
-        self.is_set = False
+        self.stop_file, self.is_set = stop_file, False
         self._last_interrupt = float("-inf")
-        self._former_handlers: dict[int, object] = {}
         try:
             with suppress(FileNotFoundError):
                 os.stat(stop_file or ".")
@@ -36,23 +31,19 @@ class GracefulStop:
             ) from error
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._former_handlers[number] = signal.signal(number, self._handle)
+        self._former = [(number, signal.signal(number, self._handle)) for number in (signal.SIGTERM, signal.SIGINT)]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._former_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._former:
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and now - self._last_interrupt < 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         if number == signal.SIGINT:
-            self._last_interrupt = now
+            last, self._last_interrupt = self._last_interrupt, time.monotonic()
+            if self._last_interrupt - last < 1:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
         self.is_set = True
 
     def poll(self) -> bool:

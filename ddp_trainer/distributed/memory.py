@@ -14,8 +14,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> None:
     """Set glibc's allocator to keep freed memory, so that each step reuses the activations' memory of the step before.
 
-    By default a block of more than 128 KiB is returned to the system and mapped again, with a page fault for every
-    4 KiB. Does nothing where the C library is not glibc.
+    By default a block of more than 128 KiB is returned to the system and mapped again, with a page fault per 4 KiB.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

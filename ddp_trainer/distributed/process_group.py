@@ -59,23 +59,20 @@ class World:
         text = json.dumps(value).encode()
         longest = int(max(self.all_gather(torch.tensor([len(text)], device=self.device))))
         padded = self._to_tensor(text.ljust(longest))  # JSON ignores spaces at its end
-        return [json.loads(_to_bytes(tensor)) for tensor in self.all_gather(padded)]
+        return [json.loads(tensor.cpu().numpy().tobytes()) for tensor in self.all_gather(padded)]
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's `value` (a JSON value). Collective: every rank must call this."""
-        return json.loads(self.broadcast_bytes(json.dumps(value).encode())) if self.world_size > 1 else value
+        return self.all_gather_object(value)[0]
 
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Return rank 0's `data`, of any length. Collective: every rank must call this."""
-        if self.world_size == 1:
-            return data
-        length = torch.tensor([len(data)], device=self.device)
-        dist.broadcast(length, src=0)
-        if not length:
-            return b""
-        tensor = self._to_tensor(data if self.is_main else bytes(int(length)))
+        length = self.broadcast_object(len(data))
+        if self.world_size == 1 or length == 0:
+            return data[:length]
+        tensor = self._to_tensor(data if self.is_main else bytes(length))
         dist.broadcast(tensor, src=0)
-        return _to_bytes(tensor)
+        return tensor.cpu().numpy().tobytes()
 
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``; if it raises a Config- or TransientError on any rank, raise that of the lowest on all.
@@ -89,21 +86,16 @@ class World:
         try:
             result = attempt()
         except (ConfigError, TransientError) as error:
-            failure = [type(error) is TransientError, str(error)]
+            failure = [isinstance(error, TransientError), str(error)]
         failures = self.all_gather_object(failure)
         for rank, found in enumerate(failures):
             if found is not None:
-                is_transient, text = found
-                kind = TransientError if is_transient else ConfigError
+                kind, text = TransientError if found[0] else ConfigError, found[1]
                 raise kind(text if rank == 0 or failures.count(found) == len(failures) else f"rank {rank}: {text}")
         return result  # type: ignore[return-value]  # attempt() returned it
 
     def _to_tensor(self, data: bytes) -> Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-
-def _to_bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
 
 
 @contextmanager
@@ -113,11 +105,8 @@ def process_group(
     """Join the process group, yield this rank's `World`, and leave the group unless it was there before.
 
     A process joins at most once: the later jobs of a sweep use the group of the first. Every reference to a DDP module
-    must be gone at the end of the context. Collective: every rank must call this.
-
-    Raises:
-        ConfigError: this machine lacks the device or the backend.
-        TimeoutError: some ranks did not join within `timeout_seconds`; they are named.
+    must be gone at the end of the context. ConfigError if this machine lacks the device or the backend; TimeoutError
+    names the ranks that did not join within `timeout_seconds`. Collective: every rank must call this.
     """
     torch_device, chosen = choose_device(device, backend, environment)
     threads = num_threads if isinstance(num_threads, int) else max(1, usable_cores() // environment.local_world_size)
@@ -130,26 +119,17 @@ def process_group(
     else:
         _join(environment, torch_device, chosen, timedelta(seconds=timeout_seconds))
     yield World(
-        rank=environment.rank,
-        world_size=environment.world_size,
-        local_rank=environment.local_rank,
-        local_world_size=environment.local_world_size,
-        device=torch_device,
-        backend=chosen,
-        num_threads=threads,
-    )
+        rank=environment.rank, world_size=environment.world_size, local_rank=environment.local_rank,
+        local_world_size=environment.local_world_size, device=torch_device, backend=chosen, num_threads=threads,
+    )  # fmt: skip
     # Not after an exception, because other ranks may be gone and the traceback keeps DDP modules alive.
     if not was_initialized:
         shutdown()
 
 
 def choose_device(device: Device, backend: Backend, environment: Environment) -> tuple[torch.device, str]:
-    """Return the torch device and the name of the backend.
-
-    Raises:
-        ConfigError: this machine has no such device, or the backend does not support it.
-    """
-    gpus = torch.cuda.device_count()
+    """Return the torch device and the name of the backend; ConfigError if this machine lacks one of them."""
+    gpus, ranks = torch.cuda.device_count(), environment.local_world_size
     use_cuda = device is Device.cuda or (device is Device.auto and gpus > 0)
     if backend is Backend.nccl:
         require(gpus > 0, "backend=nccl needs a GPU and none is visible: use backend=gloo, or backend=auto")
@@ -158,46 +138,41 @@ def choose_device(device: Device, backend: Backend, environment: Environment) ->
         return torch.device("cpu"), "gloo"
     require(gpus > 0, "device=cuda needs a GPU and none is visible: use device=cpu, or device=auto")
     require(
-        environment.local_world_size <= gpus,
-        f"{environment.local_world_size} ranks on this node need as many GPUs and {gpus} are visible: "
-        f"use --nproc_per_node={gpus}, or device=cpu",
+        ranks <= gpus,
+        f"{ranks} ranks on this node need as many GPUs and {gpus} are visible: use --nproc_per_node={gpus}, or "
+        "device=cpu",
     )
     return torch.device("cuda", environment.local_rank), "gloo" if backend is Backend.gloo else "nccl"
 
 
 def _join(environment: Environment, device: torch.device, backend: str, timeout: timedelta) -> None:
-    if not environment.under_torchrun:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    set_interface(environment)
-    environment.record_start()
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store: dist.Store = dist.HashStore()
+    if environment.under_torchrun:
+        set_interface(environment)
+        environment.record_start()
+        shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store = join_round(shared, rank=rank, world_size=world_size, timeout=timeout)
     dist.init_process_group(
-        backend,
-        store=join_round(store, rank=rank, world_size=world_size, timeout=timeout),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+        backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=timeout,
+        device_id=device if backend == "nccl" and environment.under_torchrun else None,
+    )  # fmt: skip
 
 
 def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a view of `store` that only the ranks of this start share. Collective: every rank must call this.
+    """Return a view of `store` that only the ranks of this start share; TimeoutError names the ranks that are missing.
 
     torchrun keeps its store through restarts, and with it the addresses of processes that have ended: gloo would
     connect to those, and fail or wait forever. So rank 0 gives each start a name, and publishes it with the nonces of
-    the ranks that have arrived. A rank accepts the name only if its own nonce is among them.
-
-    Raises:
-        TimeoutError: some ranks did not arrive within `timeout`; they are named.
+    the ranks that have arrived, in this start or an earlier one. A rank accepts the name only if its own nonce is
+    among them. Collective: every rank must call this.
     """
     nonce, own_name, missing = uuid.uuid4().hex, uuid.uuid4().hex, [0]
-    deadline = time.monotonic() + timeout.total_seconds()
-    store.set(f"arrived/{rank}", nonce)
+    arrived, deadline = [f"arrived/{r}" for r in range(world_size)], time.monotonic() + timeout.total_seconds()
+    store.set(arrived[rank], nonce)
     while time.monotonic() < deadline:
         if rank == 0:
-            _publish_round(store, own_name, world_size)
+            arrivals = [store.get(key).decode() for key in arrived if store.check([key])]
+            store.set("round", json.dumps([own_name, *arrivals]))
         name, *nonces = json.loads(store.get("round")) if store.check(["round"]) else [""]
         if nonce in nonces:
             store.set(f"{name}/joined/{rank}", "")
@@ -205,17 +180,11 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
             if not missing:
                 return dist.PrefixStore(name, store)
         time.sleep(0.02)
+    seconds = timeout.total_seconds()
     raise TimeoutError(
-        f"{world_size - len(missing)} of {world_size} ranks came within {timeout.total_seconds():.0f} s, "
+        f"{world_size - len(missing)} of {world_size} ranks came within {seconds:.0f} s, "
         f"missing: {', '.join(map(str, missing))}"
     )
-
-
-def _publish_round(store: dist.Store, name: str, world_size: int) -> None:
-    """Publish the name of the round with the nonces of all ranks that have arrived, in this start or an earlier one."""
-    keys = [f"arrived/{rank}" for rank in range(world_size)]
-    nonces = [store.get(key).decode() for key in keys if store.check([key])]
-    store.set("round", json.dumps([name, *nonces]))
 
 
 def shutdown() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as torchrun
 
-from ddp_trainer.config.errors import FAILURE, USER_ERROR
+from ddp_trainer.config.errors import USER_ERROR
 
 QUIET = ("multiprocessing.api", "agent.server.api")
 """Loggers that repeat that a rank has failed, or warn that the first node has ended before this one."""
@@ -47,22 +47,17 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address of `host`, its IPv4 address if it has one.
-
-    Raises:
-        SystemExit: the port is taken, or `host` is not this host.
-    """
+    """Return a socket that listens on the address of `host`, its IPv4 address if it has one, or exit with 1."""
     try:
         answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, *_, address = min(answers, key=lambda answer: answer[0] != socket.AF_INET)
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        print(
-            f"error: torchrun's store cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose "
-            "another port, or end the program that has it",
-            file=sys.stderr,
+        reason = os.strerror(error.errno or 0)
+        sys.exit(
+            f"error: torchrun's store cannot listen on {host}:{port} ({reason}): choose another port, or end the "
+            "program that has it"
         )
-        sys.exit(FAILURE)
 
 
 def create_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
@@ -98,11 +93,9 @@ def main() -> None:
             sys.exit(USER_ERROR)
         if isinstance(failure.message, dict):
             print(error, file=sys.stderr)
-        print(root_cause(rank, failure), file=sys.stderr)
-        sys.exit(FAILURE)
+        sys.exit(root_cause(rank, failure))
     except DistError as error:
-        print(f"error: torchrun's store on node 0 does not answer: {str(error).splitlines()[0]}", file=sys.stderr)
-        sys.exit(FAILURE)
+        sys.exit(f"error: torchrun's store on node 0 does not answer: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":

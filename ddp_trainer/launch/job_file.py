@@ -11,31 +11,23 @@ from ddp_trainer.distributed.files import replace_text
 
 
 def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
-    """Write the job file that `read_job` reads; `config` is the config as builtins.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the job file that `read_job` reads; `config` is the config as builtins."""
     replace_text(path, json.dumps({"run_dir": str(run_dir), "config": config}, indent=1) + "\n")
 
 
 def read_job(path: Path) -> tuple[Config, Path]:
     """Return the config and the run directory of a job file.
 
-    Raises:
-        ConfigError: there is no job file at `path`, or its config breaks a rule.
-        OmegaConfBaseException: its config has an unknown key, or a value of another type.
+    ConfigError if there is none at `path` or its config breaks a rule, OmegaConfBaseException if a key is unknown.
     """
     try:
         job: dict[str, Any] = json.loads(path.read_text())
         return from_builtins(job["config"]), Path(job["run_dir"])
-    except OSError as error:
-        raise ConfigError(
-            f"job_file={path} cannot be read ({error.strerror}): it must be on a disk that all nodes share"
-        ) from error
     except ConfigError:
         raise
+    except OSError as error:
+        fix = "it must be on a disk that all nodes share"
+        raise ConfigError(f"job_file={path} cannot be read ({error.strerror}): {fix}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"job_file={path} is not a job file: write one with python -m ddp_trainer freeze {path}"
-        ) from error
+        fix = f"write one with python -m ddp_trainer freeze {path}"
+        raise ConfigError(f"job_file={path} is not a job file: {fix}") from error

@@ -1,6 +1,6 @@
-"""Host names, addresses and ports as this host sees them. Imports no torch."""
+"""Host names, addresses, ports and connections as this host sees them. Imports no torch."""
 
-import ipaddress
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -10,6 +10,10 @@ from typing import TypeVar
 from ddp_trainer.config.errors import ConfigError, TransientError
 
 T = TypeVar("T")
+ANSWER_SECONDS = 4.0
+"""How long a host may take to answer: the kernel needs 3 s to find that none is there."""
+MAX_BYTES = 2**16
+"""The longest line that a connection receives."""
 
 
 def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
@@ -39,13 +43,8 @@ def resolve(name: str, *, timeout: float) -> str:
     )
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether `address` means, on every host, that host itself."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def address_towards(address: str) -> str:
-    """Return the address of this host from which it sends to `address`; raise TransientError if there is no route."""
+    """Return the address from which this host sends to `address`; TransientError if there is no route."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing: the kernel only looks up the route
@@ -62,10 +61,16 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=_family(address), backlog=1024)
 
 
-def check_port(address: str, port: int, failure: str) -> None:
+async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return the streams of a new connection; OSError if there is none in time."""
+    async with asyncio.timeout(ANSWER_SECONDS):
+        return await asyncio.open_connection(address, port, limit=MAX_BYTES)
+
+
+async def check_port(address: str, port: int, failure: str) -> None:
     """Raise TransientError if this host cannot connect to a port that the system has chosen on another one."""
     try:
-        socket.create_connection((address, port), timeout=4).close()
+        (await connect(address, port))[1].close()
     except OSError:
         raise TransientError(
             f"{failure} at {address}:{port}, and ranks connect to each other on ports that the system chooses: let all "

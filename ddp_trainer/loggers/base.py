@@ -1,9 +1,8 @@
 """`Logger`, the base class of all loggers, and the group of those that a run has."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ddp_trainer import registry
@@ -51,34 +50,33 @@ class LoggerGroup(Logger):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def start(self, step: int) -> None:
         self.is_started = True
-        self._for_each(lambda one: one.start(step))
+        self._call("start", step)
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        self._for_each(lambda one: one.scalars(values, step))
+        self._call("scalars", values, step)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        self._for_each(lambda one: one.image(tag, png, step))
+        self._call("image", tag, png, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
-        self._for_each(lambda one: one.text(tag, text, step))
+        self._call("text", tag, text, step)
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        self._for_each(lambda one: one.hparams(config, results))
+        self._call("hparams", config, results)
 
     def close(self) -> None:
-        self._for_each(lambda one: one.close())
+        self._call("close")
 
-    def _for_each(self, call: Callable[[Logger], None]) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Call a method of each logger."""
         for name, one in self.loggers.items() if self.is_started else ():
             try:
-                call(one)
+                getattr(one, method)(*arguments)
             except Exception as error:  # a logger's client may raise anything
                 if name not in self.failing:
                     logger.warning("logger=%s failed (%s: %s); training continues", name, type(error).__name__, error)

@@ -1,6 +1,7 @@
 """Log messages: rank 0's on the console and in train.log, other ranks' warnings on the console; the progress bar."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,49 +10,43 @@ from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 PACKAGE = logging.getLogger("ddp_trainer")
-LOST = "%s cannot be written any more (%s); training continues"
 
 
-class DroppedHandler:
+class DroppedHandler(logging.Handler):
     """A handler that drops itself when its output is lost: a closed terminal or a full disk never ends a training."""
 
-    def drop(self, name: str, error: BaseException) -> None:
-        """Remove this handler and say so on those that are left."""
-        assert isinstance(self, logging.Handler)
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        """Remove this handler and say so on those that are left. Called inside of `emit`'s except clause."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError | ValueError):  # ValueError: the stream is closed, or lacks a character
+            raise
         PACKAGE.removeHandler(self)
-        PACKAGE.warning(LOST, name, error)
+        PACKAGE.warning("%s cannot be written any more (%s); training continues", self.name, error)
 
 
-class ConsoleHandler(DroppedHandler, logging.Handler):
+class ConsoleHandler(DroppedHandler):
     """Prints through rich's console, so that messages and a live progress bar do not mix; lines are not wrapped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "yellow" if record.levelno == logging.WARNING else None
         try:
             get_console().print(self.format(record), style=style, markup=False, highlight=False, soft_wrap=True)
-        except (OSError, UnicodeEncodeError, ValueError) as error:  # ValueError: the stream is closed
-            self.drop("the console", error)
+        except Exception:
+            self.handleError(record)
 
 
 class LogFileHandler(DroppedHandler, logging.FileHandler):
     """Writes train.log."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            assert self.stream is not None
-            self.stream.write(f"{self.format(record)}\n")
-            self.flush()
-        except (OSError, ValueError) as error:
-            self.drop(self.baseFilename, error)
-
 
 @contextmanager
 def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
     """Send the package's messages to the console and, on rank 0, to train.log in `run_dir`."""
-    handlers: list[logging.Handler] = [ConsoleHandler()]
+    handlers: list[DroppedHandler] = [ConsoleHandler()]
+    handlers[0].set_name("the console")
     if rank == 0:
-        handlers[0].setFormatter(logging.Formatter("%(message)s"))
         handlers.append(LogFileHandler(run_dir / "train.log", encoding="utf-8"))
+        handlers[1].set_name(str(run_dir / "train.log"))
         handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     else:
         handlers[0].setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
@@ -77,19 +72,20 @@ class EpochProgress:
     @contextmanager
     def epoch(self, epoch: int, *, epochs: int, step: int, steps: int) -> Iterator[None]:
         """Show epoch `epoch` of `epochs` from `step` to `steps` inside the context."""
-        if self.enabled:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=get_console(), transient=True)
-            self.bar.add_task(f"epoch {epoch + 1}/{epochs}", total=steps, completed=step)
-            with suppress(OSError):  # the terminal was closed
-                self.bar.start()
+        if not self.enabled:
+            yield
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=get_console(), transient=True)
+        self.bar.add_task(f"epoch {epoch + 1}/{epochs}", total=steps, completed=step)
+        with suppress(OSError):  # the terminal was closed
+            self.bar.start()
         try:
             yield
         finally:
-            if self.bar is not None:
-                with suppress(OSError):
-                    self.bar.stop()
-                self.bar = None
+            with suppress(OSError):
+                self.bar.stop()
+            self.bar = None
 
     def advance(self) -> None:
         """Move the bar by one step."""

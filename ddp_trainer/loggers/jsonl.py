@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,30 +28,21 @@ class JsonlLogger(Logger):
             replace_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        record: dict[str, Any] = {"time": time.time(), "step": step}
-        for tag, value in values.items():
-            is_plain = isinstance(value, str) or math.isfinite(value)
-            record[tag] = value if is_plain else str(value)
+        plain = {tag: v if isinstance(v, str) or math.isfinite(v) else str(v) for tag, v in values.items()}
+        record = {"time": time.time(), "step": step, **plain}
         self.pending = [*self.pending[-MAX_PENDING:], json.dumps(record) + "\n"]
         append("".join(self.pending), self.path)
         self.pending.clear()
 
 
 def append(text: str, path: Path) -> None:
-    """Append `text` to `path`, all of it or nothing.
-
-    Raises:
-        OSError: it cannot be written; the file is as it was.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        data = text.encode()
-        if os.write(descriptor, data) < len(data):
-            os.ftruncate(descriptor, size)
+    """Append `text` to `path`, all of it or nothing; OSError if it cannot be written."""
+    data = text.encode()
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(size)
             raise OSError(f"{path} was not written: no space left on the disk")
-    finally:
-        os.close(descriptor)
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -25,12 +25,9 @@ class TensorBoardLogger(Logger):
         self.purge_step = step + 1
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        def add(writer: "SummaryWriter") -> None:
-            for tag, value in values.items():
-                if not isinstance(value, str):
-                    writer.add_scalar(tag, value, step)
-
-        self._write(add)
+        for tag, value in values.items():
+            if not isinstance(value, str):
+                self._write(lambda writer, tag=tag, value=value: writer.add_scalar(tag, value, step))
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         from PIL import Image
@@ -42,9 +39,7 @@ class TensorBoardLogger(Logger):
         self._write(lambda writer: writer.add_text(tag, text, step))
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        plain = {
-            key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in config.items()
-        }
+        plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in config.items()}
         self._write(lambda writer: writer.add_hparams(plain, dict(results), run_name="."))
 
     def close(self) -> None:

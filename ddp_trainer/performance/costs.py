@@ -1,10 +1,17 @@
-"""The bytes that each strategy sends in an optimizer step, by arithmetic alone: nothing is measured here."""
+"""The cost of communication by arithmetic: the bytes that a strategy sends, and a model of the time of its steps.
+
+Source: Hockney, The Communication Challenge for MPP, 1994 (a message costs its latency, and its size over the
+bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for DDP's buckets and their overlap.
+"""
 
 import math
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 from ddp_trainer.config.sync import (
     AllReduceConfig,
+    Bucket,
     CommHook,
     DDPConfig,
     LocalSGDConfig,
@@ -15,49 +22,40 @@ from ddp_trainer.config.sync import (
 
 Shape = tuple[int, ...]
 
+VARIANTS: dict[str, SyncConfig] = {
+    "ddp": DDPConfig(),
+    "ddp, bf16 hook": DDPConfig(comm_hook=CommHook.bf16),
+    "ddp, fp16 hook": DDPConfig(comm_hook=CommHook.fp16),
+    "ddp, powersgd": DDPConfig(comm_hook=CommHook.powersgd, powersgd_warmup_steps=2),
+    "allreduce, flat": AllReduceConfig(bucket=Bucket.flat),
+    "allreduce, parameter": AllReduceConfig(bucket=Bucket.parameter),
+    "ring": RingConfig(),
+    "parameter_server, 1": ParameterServerConfig(),
+}
+"""The options with which benchmark and plan show a strategy, by name in their tables."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Bytes per optimizer step."""
 
-    sent_per_rank: float
-    """The mean over ranks of the bytes that a rank sends."""
-    busiest: float
-    """Bytes that the busiest rank sends and receives; a single parameter server exchanges all of them."""
+def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int) -> float | None:
+    """Return the mean over ranks of the bytes that one sends in a step, for float32 gradients of `shapes`.
 
-
-def traffic(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int = 1) -> Traffic | None:
-    """Return the traffic of a strategy for float32 gradients of `shapes`; None for a strategy from a plug-in.
-
-    `num_state_tensors` is the number of tensors that the optimizer keeps for each parameter: 1 for momentum, 2 for
-    Adam.
+    None for a strategy from a plug-in. The optimizer keeps `num_state_tensors` for each parameter: 1 for momentum.
 
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009
-    (doi 10.1016/j.jpdc.2008.09.002), for all-reduce.
+    (doi 10.1016/j.jpdc.2008.09.002): in an all-reduce (W - 1) / W of the bytes are sent and received, twice.
     """
-    gradient_bytes = 4.0 * sum(math.prod(shape) for shape in shapes)
-    if config.single_process:
-        return Traffic(sent_per_rank=0.0, busiest=0.0)
+    size = 4.0 * sum(map(math.prod, shapes))
     match config:
+        case SyncConfig(single_process=True):
+            return 0.0
         case DDPConfig():
-            return all_reduce_traffic(sum(wire_bytes(config, shape) for shape in shapes), world_size)
-        case AllReduceConfig() | RingConfig():
-            return all_reduce_traffic(gradient_bytes, world_size)
+            size = sum(wire_bytes(config, shape) for shape in shapes)
         case LocalSGDConfig(every_steps=steps):
-            return all_reduce_traffic(gradient_bytes * (1 + num_state_tensors) / steps, world_size)
-        case ParameterServerConfig(num_servers=servers):
-            total = 2 * (world_size - 1) * gradient_bytes  # every rank that is not the owner pushes and pulls each key
-            as_owner = total / servers  # received and sent
-            as_worker = 2 * gradient_bytes * (1 - 1 / servers)  # exchanged with the other owners
-            return Traffic(sent_per_rank=total / world_size, busiest=as_owner + as_worker)
+            size *= (1 + num_state_tensors) / steps
+        case AllReduceConfig() | RingConfig() | ParameterServerConfig():  # to a server: pushed, and pulled from it
+            pass
         case _:
             return None
-
-
-def all_reduce_traffic(size: float, world_size: int) -> Traffic:
-    """Return the traffic of an all-reduce of `size` bytes: (W - 1) / W of them are sent and received, twice."""
-    sent = 2 * (world_size - 1) / world_size * size
-    return Traffic(sent_per_rank=sent, busiest=2 * sent)
+    return 2 * (world_size - 1) / world_size * size
 
 
 def wire_bytes(config: DDPConfig, shape: Shape) -> float:
@@ -81,3 +79,112 @@ def powersgd_elements(shape: Shape, rank: int) -> int:
     rank = min(rows, columns, rank)
     compresses = len(shape) > 1 and (rows + columns) * rank * 2 < rows * columns
     return (rows + columns) * rank if compresses else rows * columns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """The measured times of a rank that does not communicate, in seconds, for a share of `batch` images."""
+
+    batch: int
+    shapes: list[Shape]
+    """Of the parameters that need a gradient."""
+    forward_backward: float
+    per_image: float
+    """How much longer forward and backward take with one more image."""
+    other: float
+    """The rest of a step: data, optimizer, Python."""
+    ready: list[float]
+    """When the gradient of each parameter is ready, counted from the beginning of forward."""
+    copy: float
+    """Copying all gradients into one vector and back; dividing or adding them takes a tenth of it, and is left out."""
+    ddp_overhead: dict[str, float]
+    """By communication hook: how much longer forward and backward take inside DDP on one rank."""
+
+    @property
+    def size(self) -> float:
+        """The bytes of all gradients."""
+        return 4.0 * sum(map(math.prod, self.shapes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """The cost of messages. Seconds, and bytes per second in each direction."""
+
+    latency: float
+    """Of one round of a collective."""
+    bandwidth: float
+    per_collective: float = 0.0
+    """The host's time for one of many collectives, besides its latency."""
+
+    def all_reduce(self, size: float, world_size: int) -> float:
+        """Return the seconds of an all-reduce of `size` bytes around a ring of `world_size` ranks."""
+        return 2 * (world_size - 1) * (self.latency + size / world_size / self.bandwidth)
+
+
+def predict(strategy: str, compute: Compute, network: Network, world_size: int) -> dict[str, Any]:
+    """Return the predicted step of a strategy of `VARIANTS`, in seconds, with `compute.batch` images on each rank.
+
+    Its efficiency is the step of a single rank over this one; 1 is linear scaling.
+    """
+    alone, exposed = compute.forward_backward + compute.other, exposed_seconds(strategy, compute, network, world_size)
+    timing = {"step": alone + exposed, "exposed": exposed, "efficiency": alone / (alone + exposed)}
+    return {"strategy": strategy, "world_size": world_size, **timing}
+
+
+def exposed_seconds(strategy: str, compute: Compute, network: Network, world_size: int) -> float:
+    """Return how much longer a step takes than that of a single rank."""
+    all_reduce, num_gradients = network.all_reduce(compute.size, world_size), len(compute.shapes)
+    match config := VARIANTS[strategy]:
+        case _ if world_size == 1:
+            return 0.0
+        case DDPConfig():
+            return exposed_by_ddp(config, compute, network, world_size)
+        case AllReduceConfig(bucket=Bucket.parameter):
+            more_messages = (num_gradients - 1) * network.all_reduce(0, world_size)
+            return all_reduce + more_messages + num_gradients * network.per_collective
+        case AllReduceConfig() | RingConfig():
+            return compute.copy + all_reduce
+        case ParameterServerConfig(num_servers=1):  # all gradients of each other rank pass its link one by one
+            return 2 * (network.latency + (world_size - 1) * compute.size / network.bandwidth)
+        case _:
+            raise ValueError(f"there is no model of {strategy}")
+
+
+def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:
+    """Return how much longer a step takes with DDP: its own work, and the messages that end after backward.
+
+    A bucket is sent when its last gradient is ready and the bucket before it has arrived.
+    """
+    overhead = compute.ddp_overhead[config.comm_hook.name]
+    stretch = 1 + overhead / compute.forward_backward
+    # PowerSGD sends the gradients that it does not compress, then one factor, then the other.
+    more_messages = 2 * network.all_reduce(0, world_size) if config.comm_hook is CommHook.powersgd else 0.0
+    arrived = 0.0
+    for size, ready in buckets(config, compute):
+        arrived = max(arrived, ready * stretch) + network.all_reduce(size, world_size) + more_messages
+    return max(overhead, arrived - compute.forward_backward)
+
+
+def buckets(config: DDPConfig, compute: Compute) -> list[tuple[float, float]]:
+    """Return DDP's buckets as (bytes to send, seconds until ready), in the order in which they are sent."""
+    result: list[tuple[float, float]] = []
+    size, sent, cap = 0.0, 0.0, config.cap_mb(compute.size) * 2**20
+    for ready, shape in sorted(zip(compute.ready, compute.shapes, strict=True), key=itemgetter(0)):
+        size += 4.0 * math.prod(shape)
+        sent += wire_bytes(config, shape)
+        if size >= cap:
+            result.append((sent, ready))
+            size, sent = 0.0, 0.0
+    return [*result, (sent, max(compute.ready))] if size else result
+
+
+def smallest_hiding_batch(compute: Compute, network: Network, world_size: int) -> int | None:
+    """Return the smallest batch per rank whose forward and backward last as long as an all-reduce of all gradients.
+
+    None if it would be a million images or more.
+    """
+    if compute.per_image <= 0:
+        return None
+    missing = network.all_reduce(compute.size, world_size) - compute.forward_backward
+    batch = max(1, compute.batch + math.ceil(missing / compute.per_image))
+    return batch if batch < 1_000_000 else None

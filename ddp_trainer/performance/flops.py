@@ -13,30 +13,22 @@ from functools import cache, cached_property
 import torch
 from torch import nn
 
-from ddp_trainer.performance.timing import call_seconds
+from ddp_trainer.performance.timing import median_seconds
 
 logger = logging.getLogger(__name__)
 
 RATED_TFLOPS = {
-    "V100 PCIE": {"fp16": 112, "fp32": 14},
-    "V100": {"fp16": 125, "fp32": 15.7},
-    "T4": {"fp16": 65, "fp32": 8.1},
-    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2},
-    "A30": {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3},
-    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
-    "L4": {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3},
-    "L40S": {"bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6},
-    "H100 PCIE": {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51},
-    "H100 NVL": {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
-    "H100": {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
-    "H200 NVL": {"bf16": 835, "fp16": 835, "tf32": 417, "fp32": 60},
-    "H200": {"bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67},
-}
-"""Dense peak by the data sheets, in 10^12 operations per second; where a sheet gives it with sparsity, half of that.
+    "V100 PCIE": (112, 14), "V100": (125, 15.7), "T4": (65, 8.1), "A10": (125, 31.2), "A30": (165, 10.3),
+    "A100": (312, 19.5), "L4": (121, 30.3), "L40S": (362, 91.6), "H100 PCIE": (756, 51), "H100 NVL": (835, 60),
+    "H100": (989, 67), "H200 NVL": (835, 60), "H200": (989, 67),
+}  # fmt: skip
+"""Dense peak of 16-bit and of float32 numbers by the data sheets, in 10^12 operations per second.
 
-A GPU is the first entry whose words are all in its name, for example NVIDIA A100-SXM4-80GB.
+Where a sheet gives it with sparsity, half of that. A GPU is the first entry whose words are all in its name, for
+example NVIDIA A100-SXM4-80GB.
 """
-KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+BEFORE_AMPERE = ("V100 PCIE", "V100", "T4")
+"""The GPUs that multiply neither bfloat16 nor TF32; the others multiply TF32 at half the rate of 16-bit numbers."""
 
 
 class Utilization:
@@ -57,29 +49,19 @@ class Utilization:
             logger.info("utilization is unknown: the operations of the model cannot be counted (%s)", reason)
             return None
 
-    @cached_property
-    def matmul_peak(self) -> float:
-        """Operations per second of a matrix product on this device, measured while the other ranks do the same."""
-        tf32 = torch.backends.cudnn.allow_tf32
-        return measure_matmul(self.device, self.dtype, tf32=tf32, num_threads=torch.get_num_threads())
-
-    @cached_property
-    def rated_peak(self) -> float | None:
-        """Operations per second by the data sheet; None for a device that is not in `RATED_TFLOPS`."""
-        if self.device.type != "cuda":
-            return None
-        name = torch.cuda.get_device_name(self.device)
-        return rated_peak(name, self.dtype, tf32=torch.backends.cudnn.allow_tf32)
-
     def of_matmul(self, images_per_second: float) -> float | None:
-        """Return the matmul utilization of a device that trains on `images_per_second`; None if it is unknown."""
-        return self.flops_per_image and images_per_second * self.flops_per_image / self.matmul_peak
+        """Return the share of the speed of a matrix product, which the other ranks measure at the same time."""
+        if self.flops_per_image is None:
+            return None
+        tf32, num_threads = torch.backends.cudnn.allow_tf32, torch.get_num_threads()
+        peak = measure_matmul(self.device, self.dtype, tf32=tf32, num_threads=num_threads)
+        return images_per_second * self.flops_per_image / peak
 
     def mfu(self, images_per_second: float) -> float | None:
-        """Return the model FLOPs utilization of such a device; None if it is unknown."""
-        if self.flops_per_image is None or self.rated_peak is None:
-            return None
-        return images_per_second * self.flops_per_image / self.rated_peak
+        """Return the model FLOPs utilization; None if the operations or the rated peak are unknown."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        peak = rated_peak(name, self.dtype, tf32=torch.backends.cudnn.allow_tf32)
+        return images_per_second * self.flops_per_image / peak if peak and self.flops_per_image else None
 
 
 def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
@@ -88,11 +70,13 @@ def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
     With `tf32` float32 stands for TF32, in which cuDNN computes the convolutions of float32 tensors by default.
     """
     words = set(name.upper().replace("-", " ").split())
-    peaks = next((peaks for key, peaks in RATED_TFLOPS.items() if words.issuperset(key.split())), None)
-    kind = KINDS[dtype]
-    if peaks is None or "MIG" in words or kind not in peaks:
+    gpu = next((gpu for gpu in RATED_TFLOPS if words.issuperset(gpu.split())), None)
+    if gpu is None or "MIG" in words or (dtype is torch.bfloat16 and gpu in BEFORE_AMPERE):
         return None
-    return 1e12 * peaks["tf32" if kind == "fp32" and tf32 and "tf32" in peaks else kind]
+    half, single = RATED_TFLOPS[gpu]
+    if dtype is torch.float32:
+        return 1e12 * (half / 2 if tf32 and gpu not in BEFORE_AMPERE else single)
+    return 1e12 * half
 
 
 def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
@@ -108,7 +92,7 @@ def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
 
 @cache  # the runs of a sweep share it
 def measure_matmul(device: torch.device, dtype: torch.dtype, *, tf32: bool, num_threads: int) -> float:
-    """Return the operations per second of the fastest of some matrix products, those of float32 in TF32 if `tf32`.
+    """Return the operations per second of a matrix product (the median of five), one of float32 in TF32 if `tf32`.
 
     `num_threads`, the number of threads that torch uses now, is part of the cache's key.
     """
@@ -116,6 +100,6 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, *, tf32: bool, num_
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     products = torch.backends.cuda.matmul
     was_allowed, products.allow_tf32 = products.allow_tf32, tf32
-    fastest = min(call_seconds(lambda: torch.mm(left, right), device, times=4, warmup=1))
+    seconds = median_seconds(lambda: torch.mm(left, right), device, times=5, warmup=1)
     products.allow_tf32 = was_allowed
-    return 2 * size**3 / fastest
+    return 2 * size**3 / seconds

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -43,35 +44,24 @@ class StepTimer:
     def restart(self) -> None:
         """Begin a window."""
         self.began, self.steps = time.perf_counter(), 0
-        self.intervals: list[tuple[str, Instant, Instant]] = []
-        self.phase, self.since, self.ready = "between steps", self._now(), None
+        self.begins: list[tuple[str, Instant]] = [("between steps", self._now())]
+        self.ready: Instant | None = None
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`, one of `PHASES`."""
-        now = self._now()
-        if self.phase == "forward/backward" and self.ready is not None:
-            self.intervals += [(self.phase, self.since, self.ready), ("gradient sync", self.ready, now)]
-        else:
-            self.intervals.append((self.phase, self.since, now))
-        self.phase, self.since, self.ready = phase, now, None
+        if self.ready is not None:  # of the last backward, with gradient accumulation
+            self.begins.append(("gradient sync", self.ready))
+        self.begins.append((phase, self._now()))
+        self.ready = None
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield from `batches`; the time until each is there counts as the data phase."""
-        iterator = iter(batches)
-        while True:
-            self.enter("data")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
+        self.enter("data")
+        for batch in batches:
             self.enter("between steps")
             self.steps += 1
             yield batch
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the window began."""
-        return time.perf_counter() - self.began
+            self.enter("data")
 
     def close_window(self, images_per_step: int) -> dict[str, float]:
         """Return the tags of the window, with `images_per_step` over all ranks, and begin the next window.
@@ -79,10 +69,9 @@ class StepTimer:
         On a GPU this waits for the device.
         """
         self.enter("between steps")
-        spent = dict.fromkeys(PHASES, 0.0)
-        for phase, start, end in self.intervals:
+        seconds, spent = time.perf_counter() - self.began, dict.fromkeys(PHASES, 0.0)
+        for (phase, start), (_, end) in pairwise(self.begins):
             spent[phase] += elapsed(start, end)
-        seconds = self.seconds
         self.rates.append(self.steps * images_per_step / seconds)
         tags = {"throughput/images_per_second": self.rates[-1], "time/step_ms": 1e3 * seconds / self.steps}
         for phase, name in PHASES.items():

@@ -1,5 +1,6 @@
 """The time of function calls, with the work that they start on a GPU."""
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import torch
 
 
-def call_seconds(function: Callable[[], Any], device: torch.device, *, times: int, warmup: int = 3) -> list[float]:
-    """Return the seconds of each of `times` calls of ``function()``, after `warmup` calls."""
+def median_seconds(function: Callable[[], Any], device: torch.device, *, times: int = 15, warmup: int = 3) -> float:
+    """Return the median seconds of `times` calls of ``function()``, after `warmup` calls."""
     seconds = []
     for _ in range(warmup + times):
         synchronize(device)
@@ -16,7 +17,7 @@ def call_seconds(function: Callable[[], Any], device: torch.device, *, times: in
         function()
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return seconds[warmup:]
+    return statistics.median(seconds[warmup:])
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,11 +8,7 @@ from ddp_trainer.sync.base import GradientSync
 
 
 def build_sync(config: SyncConfig, world: World) -> GradientSync:
-    """Return the strategy that `config` chooses.
-
-    Raises:
-        ConfigError: it cannot run on these devices.
-    """
+    """Return the strategy that `config` chooses; ConfigError if it cannot run on these devices."""
     require(
         not config.point_to_point or world.device.type == "cpu" or world.backend != "gloo",
         f"sync={config.name} sends between single ranks, which backend=gloo cannot do for GPUs: "

@@ -16,13 +16,10 @@ from ddp_trainer.sync.base import GradientSync
 
 
 class DataParallelSync(GradientSync):
-    """Uses ``nn.DataParallel``, which accumulates the gradients in the original model.
-
-    Raises:
-        ConfigError: there is no GPU, which ``nn.DataParallel`` is for.
-    """
+    """Uses ``nn.DataParallel``, which accumulates the gradients in the original model."""
 
     def __init__(self, config: DataParallelConfig, world: World) -> None:
+        super().__init__(config, world)
         if world.device.type != "cuda":
             raise ConfigError(
                 "sync=data_parallel is for one process with GPUs and this one trains on the CPU: "

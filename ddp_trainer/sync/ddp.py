@@ -32,7 +32,8 @@ class DDPSync(GradientSync):
     """
 
     def __init__(self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None) -> None:
-        self.config, self.world, self.group = config, world, group
+        super().__init__(config, world)
+        self.group = group
         self.replica: DistributedDataParallel | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:

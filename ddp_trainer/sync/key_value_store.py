@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.sync.base import exchange
 
 
 class KeyValueStore:
@@ -44,7 +45,7 @@ class KeyValueStore:
                 operations += [dist.P2POp(dist.irecv, part, rank) for rank, part in parts[key].items()]
             else:
                 operations.append(dist.P2POp(dist.isend, value.contiguous(), self.owner[key]))
-        finish(operations)
+        exchange(operations)
         return {key: total({**part, self.world.rank: values[key]}, like=values[key]) for key, part in parts.items()}
 
     def pull(self, values: dict[str, Tensor]) -> None:
@@ -57,7 +58,7 @@ class KeyValueStore:
             else:
                 received[key] = packed(value)
                 operations.append(dist.P2POp(dist.irecv, received[key], self.owner[key]))
-        finish(operations)
+        exchange(operations)
         for key, value in received.items():
             values[key].copy_(value)
 
@@ -65,13 +66,6 @@ class KeyValueStore:
 def packed(tensor: Tensor) -> Tensor:
     """Return an empty contiguous tensor of the shape of `tensor`, as a receive buffer."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def finish(operations: list[dist.P2POp]) -> None:
-    """Run all receives and sends at once and wait for them; receives come first, or gloo goes one way at a time."""
-    ordered = sorted(operations, key=lambda operation: operation.op is dist.isend)
-    for request in dist.batch_isend_irecv(ordered) if ordered else ():
-        request.wait()
 
 
 def total(parts: dict[int, Tensor], *, like: Tensor) -> Tensor:

@@ -9,30 +9,19 @@ Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv 190
 """
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
-from ddp_trainer.config.sync import LocalSGDConfig
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class LocalSGDSync(GradientSync):
     """Average parameters and optimizer state every `every_steps` steps, and where ranks have to be equal."""
 
-    def __init__(self, config: LocalSGDConfig, world: World) -> None:
-        self.config, self.world = config, world
-        self.parameters: list[nn.Parameter] = []
-        self.steps_apart = 0
+    steps_apart = 0
 
     @property
     def is_synchronized(self) -> bool:
         return self.steps_apart == 0
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        self.parameters = list(model.parameters())
-        return model
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.steps_apart += 1
@@ -41,9 +30,8 @@ class LocalSGDSync(GradientSync):
 
     def synchronize(self, optimizer: Optimizer) -> None:
         if self.world.world_size > 1 and not self.is_synchronized:
-            state = [v for p in self.parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
-            tensors = [*(p.detach() for p in self.parameters), *state]
-            flat = flatten(tensors)
-            dist.all_reduce(flat)
-            unflatten(flat.div_(self.world.world_size), tensors)
+            parameters = list(self.model.parameters())
+            state = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
+            tensors = [*(p.detach() for p in parameters), *state]
+            unflatten(self.world.all_reduce(flatten(tensors)).div_(self.world.world_size), tensors)
         self.steps_apart = 0

@@ -24,7 +24,8 @@ class ParameterServerSync(GradientSync):
     """Push gradients, let each owner's optimizer update its keys, pull parameters."""
 
     def __init__(self, config: ParameterServerConfig, world: World) -> None:
-        self.world, self.store = world, KeyValueStore(world, num_servers=config.num_servers)
+        super().__init__(config, world)
+        self.store = KeyValueStore(world, num_servers=config.num_servers)
         self.parameters: dict[str, nn.Parameter] = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -59,6 +59,7 @@ class ReplicasSync(GradientSync):
     """Add up the gradients of the replicas of this process."""
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
+        super().__init__(config, world)
         self.devices = replica_devices(config.devices, world.device)
         self.replicas: list[nn.Module] = []
 
@@ -94,11 +95,7 @@ class ReplicasSync(GradientSync):
 
 
 def replica_devices(names: list[str], device: torch.device) -> list[torch.device]:
-    """Return the devices of the replicas, the first of which is `device`, where the model is.
-
-    Raises:
-        ConfigError: one of them does not exist, or the first is not `device`.
-    """
+    """Return the devices of the replicas; ConfigError if one does not exist, or the first is not `device`."""
     devices = [torch.device(name) for name in names]
     gpus = torch.cuda.device_count()
     for replica in devices:

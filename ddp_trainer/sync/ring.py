@@ -9,28 +9,18 @@ All-reduce Algorithms for Clusters of Workstations, 2009 (doi 10.1016/j.jpdc.200
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_trainer.config.sync import RingConfig
-from ddp_trainer.distributed.process_group import World
-from ddp_trainer.sync.base import GradientSync, flatten, unflatten
+from ddp_trainer.sync.base import GradientSync, exchange, flatten, unflatten
 
 
 class RingSync(GradientSync):
     """Average gradients by a reduce-scatter and an all-gather of point-to-point sends."""
 
-    def __init__(self, config: RingConfig, world: World) -> None:
-        self.world = world
-        self.parameters: list[nn.Parameter] = []
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        self.parameters = list(model.parameters())
-        return model
-
     def before_step(self) -> None:
         if self.world.world_size == 1:
             return
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        gradients = self.gradients()
         flat = flatten(gradients)
         ring_all_reduce(flat, rank=self.world.rank, world_size=self.world.world_size)
         unflatten(flat.div_(self.world.world_size), gradients)
@@ -54,15 +44,7 @@ def ring_all_reduce(vector: Tensor, *, rank: int, world_size: int) -> None:
 
 
 def pass_on(outgoing: Tensor, incoming: Tensor, *, rank: int, world_size: int) -> None:
-    """Send to the next rank while receiving from the one before; empty chunks are not sent.
-
-    The receive is posted first: gloo moves both directions at once only then (383 ms against 201 ms for 22 MB each
-    way over 1 Gbit/s).
-    """
-    operations = []
-    if len(incoming):
-        operations.append(dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size))
-    if len(outgoing):
-        operations.append(dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size))
-    for request in dist.batch_isend_irecv(operations) if operations else ():
-        request.wait()
+    """Send to the next rank while receiving from the one before; empty chunks are not sent."""
+    receive = [dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)] if len(incoming) else []
+    send = [dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)] if len(outgoing) else []
+    exchange([*receive, *send])

@@ -13,11 +13,7 @@ from ddp_trainer.config.optimizers import AdamWConfig, LAMBConfig, LARSConfig, O
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int) -> Optimizer:
-    """Return the optimizer that `config` chooses, at its peak learning rate, for the parameters that need gradients.
-
-    Raises:
-        ConfigError: its library is not installed, or no parameter needs a gradient.
-    """
+    """Return the optimizer that `config` chooses, at its peak learning rate, for the parameters that need gradients."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that needs a gradient: nothing can be trained")
@@ -52,9 +48,6 @@ def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) ->
     """Return timm's LARS.
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888).
-
-    Raises:
-        ConfigError: timm is not installed.
     """
     lars: Any = timm_optimizers().Lars
     groups = without_decay_of_vectors(parameters, config.weight_decay)
@@ -65,9 +58,6 @@ def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) ->
     """Return timm's LAMB.
 
     Source: You et al., Large Batch Optimization for Deep Learning, 2020 (arXiv 1904.00962).
-
-    Raises:
-        ConfigError: timm is not installed.
     """
     lamb: Any = timm_optimizers().Lamb
     groups = without_decay_of_vectors(parameters, config.weight_decay)
@@ -75,11 +65,7 @@ def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) ->
 
 
 def timm_optimizers() -> Any:
-    """Return the module ``timm.optim``, an optional dependency that is slow to import.
-
-    Raises:
-        ConfigError: timm is not installed.
-    """
+    """Return the module ``timm.optim``, which is slow to import; ConfigError if timm is not installed."""
     try:
         import timm.optim
     except ModuleNotFoundError as error:

@@ -18,14 +18,13 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.config.schema import Config, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
-from ddp_trainer.distributed.environment import Environment, read_environment
+from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
 from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.memory import disable_gc
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.seeding import derive_seed
-from ddp_trainer.distributed.versions import installed_versions
 from ddp_trainer.loggers.base import LoggerGroup, build_loggers
 from ddp_trainer.loggers.console import logging_to
 from ddp_trainer.models import build_model

@@ -17,10 +17,9 @@ from ddp_trainer.config.errors import ConfigError, TransientError, flatten_keys,
 from ddp_trainer.config.schema import Config, Precision
 from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
 from ddp_trainer.data.loaders import Loaders, build_loaders
-from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.distributed.environment import Environment, installed_versions
 from ddp_trainer.distributed.memory import keep_freed_memory
 from ddp_trainer.distributed.process_group import World, process_group
-from ddp_trainer.distributed.versions import installed_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,11 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
         ConfigError: on all ranks, when the config, a version or the data of one is at fault.
     """
     config.check_world_size(environment.world_size)
-    data = read_data(config.data, global_batch_size=config.global_batch_size)
+    data: Datasets | ConfigError | TransientError
+    try:
+        data = read_data(config.data, global_batch_size=config.global_batch_size)
+    except (ConfigError, TransientError) as error:
+        data = error  # all ranks raise it together, below
     world = stack.enter_context(
         process_group(
             environment,
@@ -65,72 +68,42 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
             timeout_seconds=config.timeout_seconds,
         )
     )
-    check_same_start(to_builtins(config), world)
+    versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
+    check_same("versions other than those", versions, world, fix="install the same on all nodes")
+    check_same("a config other than that", flatten_keys(to_builtins(config)), world, fix="use one command line")
     config = resolve_auto(config, world)
     set_torch_switches(world, compile_model=config.compile, deterministic=config.deterministic)
-    datasets = world.raise_on_any_rank(lambda: raise_or_return(data))
-    check_same_data(datasets.fingerprint, world)
+
+    def result() -> Datasets:
+        if isinstance(data, Exception):
+            raise data
+        return data
+
+    datasets = world.raise_on_any_rank(result)
+    images = {"fingerprint": datasets.fingerprint}
+    check_same("images other than those", images, world, fix="put the same data on every node")
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return Start(config=config, world=world, datasets=datasets, memory_format=layout)
 
 
-def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets | ConfigError | TransientError:
-    """Return the data set, or the error, which all ranks are to raise together.
-
-    Downloads what is missing, before ranks begin to wait for each other in a collective.
-    """
-    try:
-        datasets = build_datasets(config)
-        count = num_samples(datasets.train)
-        require(
-            global_batch_size <= count,
-            f"global_batch_size={global_batch_size} must be at most the number of training samples, {count}",
-        )
-        return datasets
-    except (ConfigError, TransientError) as error:
-        return error
+def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:
+    """Return the data set, downloaded if need be: before ranks begin to wait for each other in a collective."""
+    datasets = build_datasets(config)
+    count = num_samples(datasets.train)
+    require(
+        global_batch_size <= count,
+        f"global_batch_size={global_batch_size} must be at most the number of training samples, {count}",
+    )
+    return datasets
 
 
-def raise_or_return(data: Datasets | ConfigError | TransientError) -> Datasets:
-    """Return `data`, or raise it if it is an error."""
-    if isinstance(data, Exception):
-        raise data
-    return data
-
-
-def check_same_start(config: dict[str, Any], world: World) -> None:
-    """Check that all ranks were started with the same versions, plug-ins and config. Collective.
-
-    Raises:
-        ConfigError: names what differs.
-    """
-    versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
-    for what, values, fix in (
-        ("versions other than those", versions, "install the same on all nodes"),
-        ("a config other than that", flatten_keys(config), "use one command line"),
-    ):
-        by_rank = world.all_gather_object(values)
-        for rank, other in enumerate(by_rank):
-            keys = sorted(by_rank[0].keys() | other.keys())
-            changes = [
-                f"{key}: {by_rank[0].get(key)} → {other.get(key)}" for key in keys
-                if by_rank[0].get(key) != other.get(key)
-            ]  # fmt: skip
-            require(
-                not changes,
-                f"rank {rank} was started with {what} of rank 0 ({'; '.join(changes)}): {fix}",
-            )
-
-
-def check_same_data(fingerprint: str, world: World) -> None:
-    """Check that all ranks have read the same data. Collective.
-
-    Raises:
-        ConfigError: names a rank that has other data.
-    """
-    prints = world.all_gather_object(fingerprint)
-    odd = [rank for rank, other in enumerate(prints) if other != prints[0]]
-    require(not odd, f"rank {odd[0] if odd else 0} has read other images than rank 0: put the same data on every node")
+def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> None:
+    """Check that all ranks have the same `values`, by key; ConfigError names those that differ. Collective."""
+    first, *others = world.all_gather_object(values)
+    for rank, other in enumerate(others, 1):
+        keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
+        changes = "; ".join(f"{key}: {first.get(key)} → {other.get(key)}" for key in keys)
+        require(not keys, f"rank {rank} was started with {what} of rank 0 ({changes}): {fix}")
 
 
 def resolve_auto(config: Config, world: World) -> Config:
@@ -143,11 +116,7 @@ def resolve_auto(config: Config, world: World) -> Config:
 
 
 def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool) -> None:
-    """Set the global switches of torch and of the memory allocator. Collective.
-
-    Raises:
-        ConfigError: on all ranks, when one cannot compile.
-    """
+    """Set the switches of torch and of the memory allocator; ConfigError if a rank cannot compile. Collective."""
     if world.device.type == "cpu":
         keep_freed_memory()
         world.raise_on_any_rank(lambda: require(not compile_model or can_compile(), CANNOT_COMPILE))

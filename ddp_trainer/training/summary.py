@@ -48,11 +48,7 @@ class Summary:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the summary that `to_json` made `text` from.
-
-        Raises:
-            ValueError: `text` is something else.
-        """
+        """Return the summary that `to_json` made `text` from; ValueError if `text` is something else."""
         try:
             values: dict[str, Any] = {key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()}
             values["status"] = Status(values["status"])

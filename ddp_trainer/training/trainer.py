@@ -82,11 +82,7 @@ class Trainer:
         self.prime()
 
     def prime(self) -> None:
-        """Run the passes of `TrainStep.prime_ddp` on black images of a batch's size.
-
-        Raises:
-            ConfigError: the model's output has another shape than the classes need.
-        """
+        """Run the passes of `TrainStep.prime_ddp` on black images; ConfigError if the model does not return logits."""
         is_exact = self.config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
         count = self.loaders.sampler.local_batch_size // self.config.gradient_accumulation_steps if is_exact else 2
         black = torch.zeros(count, *self.loaders.image_shape, dtype=torch.uint8, device=self.world.device)
@@ -170,20 +166,19 @@ class Trainer:
         values |= self.timer.close_window(self.config.global_batch_size)
         rate = self.timer.rates[-1]
         values["throughput/images_per_second_per_rank"] = rate / self.world.world_size
-        if (matmul_utilization := self.utilization.of_matmul(rate / self.num_devices)) is not None:
-            values["throughput/matmul_utilization"] = matmul_utilization
-        if (mfu := self.utilization.mfu(rate / self.num_devices)) is not None:
-            values["throughput/mfu"] = mfu
+        values |= {f"throughput/{name}": value for name, value in self.utilizations(rate).items() if value is not None}
         if len(self.timer.rates) == 1:  # the matrix product was just measured: its time is not the next window's
             self.timer.restart()
             reset_peak_memory(self.world.device)
         self.loggers.scalars(values, self.step)
         self.train_line = f"loss {decision.loss:.4f} · train {decision.top1:.4f} · {rate:,.0f} img/s"
 
-    @property
-    def num_devices(self) -> int:
-        """The number of devices that all ranks together train on."""
-        return self.world.world_size * self.train_step.sync.num_devices
+    def utilizations(self, rate: float | None) -> dict[str, float | None]:
+        """Return both utilizations of the devices of all ranks, which together train on `rate` images per second."""
+        if rate is None:
+            return {"matmul_utilization": None, "mfu": None}
+        per_device = rate / (self.world.world_size * self.train_step.sync.num_devices)
+        return {"matmul_utilization": self.utilization.of_matmul(per_device), "mfu": self.utilization.mfu(per_device)}
 
     # --- evaluation and saving ------------------------------------------------------------------
 
@@ -201,14 +196,8 @@ class Trainer:
         values |= {"eval/loss": float("nan") if result.loss is None else result.loss}
         values |= {"samples/count": count, "samples/digest": SampleDigest.text(digest)}
         self.loggers.scalars(values, self.step)
-        logger.info(
-            "epoch %d/%d · %s · %s %.4f",
-            epoch + 1,
-            self.config.epochs,
-            self.train_line,
-            self.config.data.eval_split,
-            result.top1,
-        )
+        place, split = f"epoch {epoch + 1}/{self.config.epochs}", self.config.data.eval_split
+        logger.info("%s · %s · %s %.4f", place, self.train_line, split, result.top1)
         return is_best
 
     def save(self, *, is_best: bool = False) -> None:
@@ -238,11 +227,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore `state`, at the world size that it was saved at or another.
-
-        Raises:
-            ConfigError: it is of another training, or of other data.
-        """
+        """Restore `state`, at any world size; ConfigError if it is of another training, or of other data."""
         folder = self.checkpoints.folder
         check_changes(state["config"], to_builtins(self.config), run_dir=folder.parent)
         require(
@@ -261,7 +246,6 @@ class Trainer:
     def summary(self, status: Status) -> Summary:
         """Return the result of this launch."""
         rate = self.timer.median_rate()
-        per_device = None if rate is None else rate / self.num_devices
         images = self.steps_per_epoch * self.config.global_batch_size
         durations = sorted(self.epoch_seconds)
         seconds_per_epoch = durations[len(durations) // 2] if durations else (images / rate if rate else None)
@@ -276,8 +260,7 @@ class Trainer:
             steps=self.step,
             seconds=self.progress.seconds(),
             images_per_second=rate,
-            matmul_utilization=None if per_device is None else self.utilization.of_matmul(per_device),
-            mfu=None if per_device is None else self.utilization.mfu(per_device),
+            **self.utilizations(rate),
             seconds_per_epoch=seconds_per_epoch,
             world_size=self.world.world_size,
             device=self.world.device.type,

@@ -1,7 +1,5 @@
 """Law 5: no byte at which a kill, a cut or a flip loses the last good checkpoint."""
 
-import logging
-import multiprocessing
 import os
 import random
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, launch, read_summary, records
+from conftest import TINY, forkserver, read_summary, records, succeed, train_on
 
 from ddp_trainer.checkpoint.store import DamagedCheckpointError, parse, read_bytes, write_file
 
@@ -35,12 +33,10 @@ def write_for_ever(folder: Path) -> None:
 
 
 def test_kills_while_checkpoints_are_written(tmp_path: Path, tally: list) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
     chance, unreadable, reached = random.Random(0), 0, []
     for _ in range(KILLS):
         before = max(reached, default=0)
-        writer = context.Process(target=write_for_ever, args=(tmp_path,))
+        writer = forkserver().Process(target=write_for_ever, args=(tmp_path,))
         writer.start()
         while not (tmp_path / f"step-{before + 1:08d}.pt").exists():
             time.sleep(0.001)
@@ -67,45 +63,35 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "step-00000001.pt"
 
 
-def test_cuts_at_every_page(checkpoint: Path, tally: list) -> None:
-    data = checkpoint.read_bytes()
-    undetected = 0
+def is_refused(checkpoint: Path, data: bytes | bytearray) -> bool:
+    checkpoint.write_bytes(data)
+    try:
+        parse(read_bytes(checkpoint))
+    except DamagedCheckpointError:
+        return True
+    return False
+
+
+def test_cuts_at_every_page_and_flipped_bits(checkpoint: Path, tally: list) -> None:
+    data, chance = checkpoint.read_bytes(), random.Random(0)
     cuts = range(0, len(data), 4096)
-    for length in cuts:
-        os.truncate(checkpoint, length) if length else checkpoint.write_bytes(b"")
-        try:
-            parse(read_bytes(checkpoint))
-            undetected += 1
-        except DamagedCheckpointError:
-            pass
-        checkpoint.write_bytes(data)
+    undetected = sum(not is_refused(checkpoint, data[:length]) for length in cuts)
     tally.append(("truncation at a 4 KiB boundary", len(cuts), f"{undetected} undetected"))
     assert undetected == 0
-
-
-def test_flipped_bits(checkpoint: Path, tally: list) -> None:
-    data, chance, undetected = checkpoint.read_bytes(), random.Random(0), 0
     for _ in range(FLIPS):
-        bit = chance.randrange(8 * len(data))
-        flipped = bytearray(data)
+        bit, flipped = chance.randrange(8 * len(data)), bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
-        checkpoint.write_bytes(flipped)
-        try:
-            parse(read_bytes(checkpoint))
-            undetected += 1
-        except DamagedCheckpointError:
-            pass
+        undetected += not is_refused(checkpoint, flipped)
     tally.append(("one flipped bit in a checkpoint", FLIPS, f"{undetected} undetected"))
     assert undetected == 0
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_loads(tmp_path: Path) -> None:
     overrides = (*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2")
-    launch(*overrides, "max_steps=7")
+    train_on(1, *overrides, "max_steps=7")
     newest = max((tmp_path / "run/checkpoints").glob("step-*.pt"))
     os.truncate(newest, newest.stat().st_size - 100)
-    done = launch(*overrides)
-    assert done.code == 0, done.output
+    done = succeed(*overrides)
     assert f"checkpoint {newest} does not end with a checksum" in done.output
     assert "resumed from" in done.output
     assert read_summary(tmp_path / "run")["steps"] == 16
@@ -128,22 +114,18 @@ def test_a_full_disk_costs_no_training(small_disk: Path, tally: list) -> None:
     overrides = ("model=lenet", "data=digits", "precision=fp32", "epochs=4", "checkpoint.keep_last=1")
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(4_040_000))
-    done = launch(*overrides, f"output_dir={small_disk}", "name=run", ranks=2)
-    assert done.code == 0, done.output
+    done = succeed(*overrides, f"output_dir={small_disk}", "name=run", ranks=2)
     assert "was not written" in done.output
     assert "training continues" in done.output
     assert read_summary(run_dir)["epochs"] == 4
     assert len(records(run_dir, "eval/top1")) == 4
     tally.append(("full disk at every save", done.output.count("was not written"), "0 steps"))
     ballast.unlink()
-    done = launch(*overrides[:3], "epochs=5", f"output_dir={small_disk}", "name=run", ranks=2)
-    assert done.code == 0, done.output
+    train_on(2, *overrides[:3], "epochs=5", f"output_dir={small_disk}", "name=run")
     assert list((run_dir / "checkpoints").glob("step-*.pt"))
 
 
-def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    write_file(tmp_path / "step-00000001.pt", lenet_state(1))
+def test_a_failed_write_leaves_the_file_that_was_there(checkpoint: Path) -> None:
     with pytest.raises(OSError, match="was not written"):
-        write_file(tmp_path / "missing" / "step-00000002.pt", lenet_state(2))
-    assert parse(read_bytes(tmp_path / "step-00000001.pt"))["step"] == 1
+        write_file(checkpoint.parent / "missing" / "step-00000002.pt", lenet_state(2))
+    assert parse(read_bytes(checkpoint))["step"] == 1

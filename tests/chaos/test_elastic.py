@@ -4,31 +4,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment
+from conftest import TINY, clean_environment, newest_step, wait_for
 
 from ddp_trainer.commands.verify import CHECKS
 
-LONG = (
-    *TINY,
-    "epochs=400",
-    "num_threads=1",
-    "checkpoint.every_steps=25",
-    "checkpoint.keep_last=2",
-    "timeout_seconds=20",
-)
+LONG = (*TINY, "epochs=400", "num_threads=1", "checkpoint.every_steps=25", "checkpoint.keep_last=2",
+        "timeout_seconds=20")  # fmt: skip
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=60"
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.2)
 
 
 def start_node(tmp_path: Path, port: int, name: str) -> subprocess.Popen:
@@ -56,22 +41,19 @@ def test_a_node_lost_and_come_back(tmp_path: Path, tally: list) -> None:
     def launches(world_size: int) -> int:
         return log.read_text().count(f"{world_size} × cpu") if log.exists() else 0
 
-    def newest_step() -> int:
-        return max((int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")), default=0)
-
-    def progress(steps: int = 50) -> None:
-        before = newest_step()
-        wait_for(lambda: newest_step() >= before + steps or first.poll() is not None, f"{steps} steps more")
+    def progress() -> None:
+        before = newest_step(run_dir)
+        wait_for(lambda: newest_step(run_dir) >= before + 50 or first.poll() is not None)
 
     first, second = start_node(tmp_path, port, "first"), start_node(tmp_path, port, "second")
-    wait_for(lambda: launches(2) >= 1, "two ranks")
+    wait_for(lambda: launches(2) >= 1)
     progress()
     second.send_signal(signal.SIGKILL)  # the agent; its rank sees that and goes too
     second.wait()
-    wait_for(lambda: launches(1) >= 1, "one rank alone")
+    wait_for(lambda: launches(1) >= 1)
     progress()
     second = start_node(tmp_path, port, "second")
-    wait_for(lambda: launches(2) >= 2, "two ranks again")
+    wait_for(lambda: launches(2) >= 2)
     assert first.wait(timeout=200) == 0, log.read_text()[-4000:]
     assert second.wait(timeout=60) == 0, (tmp_path / "second.log").read_text()[-4000:]
 

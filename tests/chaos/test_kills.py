@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,15 @@ from conftest import (
     TINY,
     assert_bitwise,
     clean_environment,
-    newest_checkpoint,
+    compose,
+    newest_step,
     records,
     start_ranks,
     torchrun,
+    train,
     train_on,
+    trained_state,
+    wait_for,
 )
 
 from ddp_trainer.commands.verify import CHECKS
@@ -26,33 +29,14 @@ KILLS = 15
 LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.random_crop_padding=2")
 
 
-def trained_state(run_dir: Path) -> dict:
-    state = newest_checkpoint(run_dir)
-    state.pop("config")
-    state["progress"].pop("seconds")
-    return state
-
-
 def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
     """Compare with a run that was left alone, and check the directory after the fact."""
     train_on(ranks, *LONG, f"output_dir={folder}", "name=alone", deadline=300)
     assert_bitwise(trained_state(folder / "alone"), trained_state(run_dir))
     assert [problem for check in CHECKS for problem in check(run_dir)] == []
-    ledgers = [
-        [record["samples/digest"] for record in records(run, "samples/digest")] for run in (run_dir, folder / "alone")
-    ]
-    assert ledgers[0] == ledgers[1]
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def newest(run_dir: Path) -> str:
-    return max((path.name for path in (run_dir / "checkpoints").glob("step-*.pt")), default="")
+    digests = [[record["samples/digest"] for record in records(run, "samples/digest")]
+               for run in (run_dir, folder / "alone")]  # fmt: skip
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -67,8 +51,8 @@ def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tm
         )  # fmt: skip
     killed, children = 0, Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     while killed < KILLS:
-        before = newest(run_dir)
-        wait_for(lambda: newest(run_dir) > before or agent.poll() is not None)  # noqa: B023 - called at once
+        before = newest_step(run_dir)
+        wait_for(lambda: newest_step(run_dir) > before or agent.poll() is not None)  # noqa: B023 - called at once
         if agent.poll() is not None:
             break
         time.sleep(chance.uniform(0, 0.3))
@@ -88,17 +72,15 @@ def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tm
 def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path, tally: list) -> None:
     run_dir, chance = tmp_path / "run", random.Random(ranks)
     overrides = (*LONG, f"output_dir={tmp_path}", "name=run")
-    killed = 0
-    while killed < KILLS:
-        before = newest(run_dir)
-        processes = start_ranks(ranks, overrides)
-        wait_for(lambda: newest(run_dir) > before)  # noqa: B023 - called at once
+    for _ in range(KILLS):
+        before = newest_step(run_dir)
+        processes = start_ranks(ranks, train, compose(*overrides))
+        wait_for(lambda: newest_step(run_dir) > before)  # noqa: B023 - called at once
         time.sleep(chance.uniform(0, 0.3))
         for process in processes:
             process.kill()
         for process in processes:
             process.join()
-        killed += 1
     train_on(ranks, *overrides, deadline=300)
     assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)
-    tally.append((f"SIGKILL of the whole job of {ranks} ranks", killed, "0: bitwise equal"))
+    tally.append((f"SIGKILL of the whole job of {ranks} ranks", KILLS, "0: bitwise equal"))

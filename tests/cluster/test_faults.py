@@ -109,7 +109,7 @@ def test_a_firewall_drops_what_goes_to_the_port(launch: Launch, interface: str) 
     launch.start(0, 1)
     ended = launch.end(1)
     assert "10.83.0.1:29400 does not answer, packets are dropped" in ended[1].error
-    assert interface or "the store at 10.83.0.1:29400 does not answer this host itself" in ended[0].error
+    assert interface or "10.83.0.1:29400 does not answer this host itself" in ended[0].error
     assert not interface or "1 of 2 nodes came within 15 s, missing: node 1" in ended[0].error
 
 
@@ -136,26 +136,23 @@ def test_the_head_is_down(launch: Launch) -> None:
     assert "10.83.0.1:29400 cannot be reached (No route to host)" in launch.end(1)[1].error
 
 
-def test_another_program_has_the_port(launch: Launch) -> None:
-    server = [sys.executable, "-m", "http.server", "29400", "--bind", "0.0.0.0"]
-    launch.hosts.start(0, server, launch.folder / "server.txt")
+STORE = "dist.TCPStore('10.83.0.1', 29400, is_master=True, wait_for_workers=False)"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ("-m", "http.server", "29400", "--bind", "0.0.0.0"),
+        ("-c", f"import time, torch.distributed as dist; store = {STORE}; time.sleep(99)"),
+    ],
+    ids=["web server", "rendezvous of another job"],
+)
+def test_another_program_has_the_port(launch: Launch, program: tuple[str, ...]) -> None:
+    launch.hosts.start(0, [sys.executable, *program], launch.folder / "program.txt")
     wait_for_listener(launch.hosts, 0)
     launch.start(0, 1)
     for node in launch.end(1).values():
-        assert "port 29400 is taken on the head 10.83.0.1 by another program" in node.error
-
-
-def test_another_jobs_rendezvous_has_the_port(launch: Launch) -> None:
-    store = (
-        "import time, torch.distributed as dist\n"
-        "store = dist.TCPStore('10.83.0.1', 29400, is_master=True, wait_for_workers=False)\n"
-        "time.sleep(99)"
-    )
-    launch.hosts.start(0, [sys.executable, "-c", store], launch.folder / "store.txt")
-    wait_for_listener(launch.hosts, 0)
-    launch.start(0, 1)
-    for node in launch.end(1).values():
-        assert "port 29400 is taken on the head 10.83.0.1 by the rendezvous of another job" in node.error
+        assert "port 29400 is taken on the head 10.83.0.1 by another program or job" in node.error
 
 
 def wait_for_listener(hosts: Hosts, number: int) -> None:

@@ -3,19 +3,10 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    TINY,
-    assert_bitwise,
-    clean_environment,
-    launch,
-    newest_checkpoint,
-    read_summary,
-    succeed,
-)
+from conftest import TINY, assert_bitwise, clean_environment, launch, newest_checkpoint, read_summary, succeed, wait_for
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import Device
@@ -28,29 +19,29 @@ CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")
 
 def own_torchrun(**options: int) -> list[str]:
     """Return the arguments that give each job a torchrun of its own."""
-    return [
-        "--multirun",
-        "hydra/launcher=torchrun",
-        *(f"hydra.launcher.{key}={value}" for key, value in options.items()),
-    ]
+    return ["--multirun", "hydra/launcher=torchrun", *(f"hydra.launcher.{key}={n}" for key, n in options.items())]
 
 
 def run_dirs(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
 
 
-def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(tmp_path: Path) -> None:
-    sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
-    succeed(*own_torchrun(nproc_per_node=2, max_parallel=2), *sweep, "name=own", deadline=240)
-    succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=240)
-    own, plain = run_dirs(tmp_path / "own"), run_dirs(tmp_path / "plain")
+def assert_same_sweeps(folder: Path) -> None:
+    """Compare the sweeps "own" and "plain" in `folder`, of four jobs on two ranks."""
+    own, plain = run_dirs(folder / "own"), run_dirs(folder / "plain")
     assert len(own) == 4
     assert own.keys() == plain.keys()
     for name in own:
         assert read_summary(own[name])["world_size"] == 2
-        left, right = newest_checkpoint(own[name]), newest_checkpoint(plain[name])
         for key in ("model", "optimizer", "scheduler", "step", "best_top1"):
-            assert_bitwise(left[key], right[key])
+            assert_bitwise(newest_checkpoint(own[name])[key], newest_checkpoint(plain[name])[key])
+
+
+def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(tmp_path: Path) -> None:
+    sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
+    succeed(*own_torchrun(nproc_per_node=2, max_parallel=2), *sweep, "name=own", deadline=240)
+    succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=240)
+    assert_same_sweeps(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"own", "plain", "multirun.yaml"}
 
 
@@ -92,21 +83,17 @@ REFUSED = {
     "hydra.launcher.nproc=2": "",
     "optimizer.lr=0.1,x": "",
     "hydra/launcher=torchrum": "",
+    "hydra/launcher=torchrun": "hydra/launcher=torchrun is for sweeps: add --multirun, or leave it out\n",
 }
 
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_a_sweep_of_which_nothing_can_run_is_one_error(override: str, tmp_path: Path) -> None:
-    done = launch(*own_torchrun(), *CHEAP, f"output_dir={tmp_path}", override)
+    sweep = [] if override == "hydra/launcher=torchrun" else own_torchrun()
+    done = launch(*sweep, *CHEAP, f"output_dir={tmp_path}", override)
     assert done.code == 2
     assert done.output.startswith(f"error: {REFUSED[override]}"), done.output
     assert done.output.count("\n") == 1
-
-
-def test_without_multirun_a_launcher_is_refused(tmp_path: Path) -> None:
-    done = launch("hydra/launcher=torchrun", *CHEAP, f"output_dir={tmp_path}")
-    assert done.code == 2
-    assert done.output == "error: hydra/launcher=torchrun is for sweeps: add --multirun, or leave it out\n"
 
 
 def test_under_torchrun_a_launcher_is_refused_once(tmp_path: Path) -> None:
@@ -117,22 +104,13 @@ def test_under_torchrun_a_launcher_is_refused_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_the_running_job_and_starts_no_other(tmp_path: Path) -> None:
-    arguments = [
-        *own_torchrun(nproc_per_node=2),
-        *CHEAP,
-        "epochs=10000",
-        f"output_dir={tmp_path}",
-        "name=a",
-        "seed=0,1",
-    ]
+    sweep = [*own_torchrun(nproc_per_node=2), *CHEAP, "epochs=10000", f"output_dir={tmp_path}", "name=a", "seed=0,1"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_trainer", *arguments], env=clean_environment(), text=True,
+        [sys.executable, "-m", "ddp_trainer", *sweep], env=clean_environment(), text=True,
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("a/*/checkpoints/step-*.pt")) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: list(tmp_path.glob("a/*/checkpoints/step-*.pt")), seconds=120)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     finally:
@@ -144,34 +122,26 @@ def test_ctrl_c_saves_the_running_job_and_starts_no_other(tmp_path: Path) -> Non
     assert newest_checkpoint(run_dir)["step"] == read_summary(run_dir)["steps"]
 
 
-# --- how a machine is split between jobs --------------------------------------------------------
-
-
-def on_gpus(count: int, **options: int | None) -> TorchrunLauncher:
-    launcher = TorchrunLauncher(**({"nproc_per_node": None, "max_parallel": 1} | options))  # type: ignore[arg-type]
+def on_gpus(count: int, *, nproc_per_node: int | None = None, max_parallel: int = 1) -> TorchrunLauncher:
+    launcher = TorchrunLauncher(nproc_per_node, max_parallel)
     launcher.gpus = [str(number) for number in range(count)]
     return launcher
 
 
-def test_gpus_are_split_between_the_jobs_at_a_time() -> None:
+def test_gpus_are_split_between_the_jobs_at_a_time_and_a_job_on_cpus_takes_none() -> None:
     launcher = on_gpus(8, max_parallel=3)
     assert [launcher.gpus_of(Device.auto, slot) for slot in range(3)] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert launcher.gpus_of(Device.cpu, 0) == []
     assert launcher.world_size(Device.auto) == 2
     assert on_gpus(8).world_size(Device.auto) == 8
     assert on_gpus(8, nproc_per_node=3).world_size(Device.auto) == 3
-
-
-def test_a_job_on_cpus_takes_no_gpu() -> None:
-    assert on_gpus(8).gpus_of(Device.cpu, 0) == []
-
-
-def test_more_jobs_at_a_time_than_gpus_are_refused() -> None:
     launcher = on_gpus(2, max_parallel=3)
+    assert launcher.world_size(Device.cpu) >= 1
     with pytest.raises(ConfigError, match=r"^hydra\.launcher\.max_parallel=3 must be at most the 2 GPUs"):
         launcher.world_size(Device.auto)
-    assert launcher.world_size(Device.cpu) >= 1
 
 
-def test_the_cause_is_the_last_error_in_the_output() -> None:
-    assert last_error("a\nerror: first\nerror: lr=1 is not valid\nb\n") == "lr=1 is not valid"
-    assert last_error("no error: here") is None
+def test_the_cause_is_the_last_error_in_the_output(tmp_path: Path) -> None:
+    (log := tmp_path / "log").write_text("a\nerror: first\nerror: lr=1 is not valid\nno error: here\n")
+    assert last_error(log) == "lr=1 is not valid"
+    assert last_error(tmp_path / "none") is None

@@ -8,51 +8,29 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import (
-    TINY,
-    assert_bitwise,
-    clean_environment,
-    launch,
-    newest_checkpoint,
-    read_summary,
-    succeed,
-)
+from conftest import clean_environment, launch, read_summary, succeed
 
 from cluster.slurm import SlurmCluster, until
+from cluster.test_launchers import CHEAP, assert_same_sweeps, run_dirs
 
 pytestmark = pytest.mark.timeout(900)
 
-CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")
 ON_SLURM = ("--multirun", "hydra/launcher=slurm", "hydra.launcher.poll_seconds=0.5")
 
 
-def run_dirs(folder: Path) -> dict[str, Path]:
-    return {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
-
-
-def test_each_job_of_a_sweep_is_an_sbatch_with_the_result_of_a_plain_torchrun(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_each_job_is_an_sbatch_with_the_result_of_a_plain_torchrun(slurm: SlurmCluster, tmp_path: Path) -> None:
     sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
     done = succeed(
         *ON_SLURM, "hydra.launcher.nodes=2", "hydra.launcher.time=0:30:00", *sweep, "name=own",
         cwd=tmp_path, deadline=600, SLURM_CONF=str(slurm.config),
     )  # fmt: skip
     succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=300)
-    own, plain = run_dirs(tmp_path / "own"), run_dirs(tmp_path / "plain")
-    assert len(own) == 4
-    assert own.keys() == plain.keys()
-    for name in own:
-        assert read_summary(own[name])["world_size"] == 2
-        for key in ("model", "optimizer", "scheduler", "step", "best_top1"):
-            assert_bitwise(newest_checkpoint(own[name])[key], newest_checkpoint(plain[name])[key])
+    assert_same_sweeps(tmp_path)
     assert done.output.count(": SLURM job ") == 4
     assert done.output.count(": done") == 4
 
 
-def test_ctrl_c_leaves_the_jobs_to_slurm_and_the_same_command_waits_for_them(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
+def test_ctrl_c_leaves_the_jobs_to_slurm_and_the_same_command_waits(slurm: SlurmCluster, tmp_path: Path) -> None:
     arguments = [*ON_SLURM, "hydra.launcher.sbatch_args=[--hold]", *CHEAP, "global_batch_size=97,12",
                  f"output_dir={tmp_path}", "name=a"]  # fmt: skip
     process = subprocess.Popen(

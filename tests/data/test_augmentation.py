@@ -1,8 +1,7 @@
 """Augmentation: drawn for the whole epoch alike on all ranks, and equal to a loop over images."""
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,6 +60,7 @@ configs = st.builds(
 
 @settings(max_examples=25, deadline=None)
 @given(configs, st.integers(1, 3), st.integers(0, 1000))
+@example(AugmentConfig(), 1, 0)
 def test_a_batch_is_what_a_loop_over_images_gives(config: AugmentConfig, channels: int, seed: int) -> None:
     augment = augmentation(config, seed=seed)
     random = torch.Generator().manual_seed(seed)
@@ -69,24 +69,6 @@ def test_a_batch_is_what_a_loop_over_images_gives(config: AugmentConfig, channel
     draws = augment.draw(5, epoch=0)
     batch = change(augment.pad(images), ids, draws, augment)
     assert torch.equal(batch, change_one_by_one(images, ids, draws, config))
-
-
-def test_no_augmentation_leaves_the_images_as_they_are() -> None:
-    augment = augmentation(AugmentConfig())
-    images = torch.arange(2 * HEIGHT * WIDTH, dtype=torch.uint8).view(2, 1, HEIGHT, WIDTH)
-    draws = augment.draw(2, epoch=0)
-    assert torch.equal(change(augment.pad(images), torch.tensor([1, 0]), draws, augment), images.flip(0).float())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_to_slice_by_rank_before_or_after_is_the_same(world_size: int) -> None:
-    augment = augmentation()
-    padded = augment.pad(torch.randint(256, (20, 3, HEIGHT, WIDTH), dtype=torch.uint8))
-    ids, draws = torch.randperm(20), augment.draw(20, epoch=1)
-    whole = change(padded, ids, draws, augment)
-    for rank in range(world_size):
-        mine = slice(4 + rank, 17, world_size)
-        assert torch.equal(change(padded, ids[mine], draws.at(mine), augment), whole[mine])
 
 
 def test_draws_are_a_function_of_seed_epoch_and_position() -> None:
@@ -134,9 +116,8 @@ def test_rectangles_are_as_often_and_as_large_as_configured_and_inside_the_image
 def test_a_rectangle_of_an_odd_aspect_stays_inside_a_narrow_image() -> None:
     boxes = Augmentation(AugmentConfig(random_erasing=1.0), height=3, width=40, seed=0).draw(5000, epoch=0).boxes
     assert boxes is not None
-    top, left, bottom, right = boxes.unbind(1)
-    assert bool(((top >= 0) & (top < bottom) & (bottom <= 3)).all())
-    assert bool(((left >= 0) & (left < right) & (right <= 40)).all())
+    corners, opposite = boxes[:, :2], boxes[:, 2:]
+    assert bool(((corners >= 0) & (corners < opposite) & (opposite <= torch.tensor([3, 40]))).all())
 
 
 def test_draws_move_to_a_device_together() -> None:

@@ -6,12 +6,11 @@ import gzip
 import hashlib
 import http.server
 import os
-import shutil
 import socket
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -25,12 +24,7 @@ from ddp_trainer.config.data import AugmentConfig, DataConfig, DigitsConfig, Fas
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import ImageTensors, build_datasets
 from ddp_trainer.data.datasets import fashion_mnist as module
-from ddp_trainer.data.datasets.fashion_mnist import (
-    DEBIAN_FOLDER,
-    FILES,
-    download,
-    locate,
-)
+from ddp_trainer.data.datasets.fashion_mnist import DEBIAN_FOLDER, FILES, download, locate
 
 needs_debians_files = pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 
@@ -66,19 +60,13 @@ def rows(images: torch.Tensor) -> Counter[bytes]:
     return Counter(image.numpy().tobytes() for image in images)
 
 
-def test_a_validation_split_is_held_out_of_the_training_split() -> None:
-    whole, parts = build_resident(digits()), build_resident(digits(validation_fraction=0.1))
-    assert (len(parts.train), len(parts.eval)) == (1298, 144)
-    assert rows(parts.train.images) + rows(parts.eval.images) == rows(whole.train.images)
-
-
-def test_a_validation_split_is_the_same_every_time() -> None:
-    one, other = (build_resident(digits(validation_fraction=0.25)) for _ in range(2))
+def test_a_validation_split_is_held_out_of_the_training_split_and_fixed() -> None:
+    whole = build_resident(digits())
+    one, other = (build_resident(digits(validation_fraction=0.1)) for _ in range(2))
+    assert (len(one.train), len(one.eval)) == (1298, 144)
+    assert rows(one.train.images) + rows(one.eval.images) == rows(whole.train.images)
     assert torch.equal(one.eval.images, other.eval.images)
     assert torch.equal(one.train.labels, other.train.labels)
-
-
-def test_a_validation_split_without_an_image_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data.validation_fraction=0.0001 of 1442 training images"):
         build_resident(digits(validation_fraction=0.0001))
 
@@ -87,26 +75,14 @@ def test_a_validation_split_without_an_image_is_refused() -> None:
 
 
 def test_digits_are_split_four_to_one_in_every_class() -> None:
-    splits = build_resident(digits())
-    assert (len(splits.train), len(splits.eval), len(splits.class_names)) == (1442, 355, 10)
-    assert splits.train.images.shape == (1442, 1, 8, 8)
+    splits, again = build_resident(digits()), build_resident(digits())
+    assert (splits.train.images.shape, len(splits.eval), len(splits.class_names)) == ((1442, 1, 8, 8), 355, 10)
+    assert (splits.train.images.dtype, int(splits.train.images.max())) == (torch.uint8, 240)
     for label in range(10):
         train, held_out = (int((part.labels == label).sum()) for part in (splits.train, splits.eval))
         assert held_out == (train + held_out) // 5
-
-
-def test_the_splits_of_digits_are_disjoint_and_fixed() -> None:
-    one, other = build_resident(digits()), build_resident(digits())
-    assert torch.equal(one.eval.images, other.eval.images)
-    assert torch.equal(one.train.images, other.train.images)
-    train, held_out = ({image.numpy().tobytes() for image in part.images} for part in (one.train, one.eval))
-    assert not train & held_out
-    assert len(train) + len(held_out) == 1797
-
-
-def test_digits_use_the_range_of_a_byte() -> None:
-    images = build_resident(digits()).train.images
-    assert (images.dtype, int(images.min()), int(images.max())) == (torch.uint8, 0, 240)
+    assert len(rows(splits.train.images) | rows(splits.eval.images)) == 1797  # disjoint
+    assert torch.equal(splits.train.images, again.train.images)
 
 
 @pytest.mark.parametrize("name", ["digits", "fashion_mnist"])
@@ -150,12 +126,6 @@ def test_a_folder_of_raw_or_compressed_files_is_read(
     assert splits.eval.labels.tolist() == [0, 1, 2, 3]
 
 
-def test_a_tilde_in_the_root_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_small_set(tmp_path / "root")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert locate("~/root") == tmp_path / "root"
-
-
 @needs_debians_files
 def test_debians_files_are_the_real_ones() -> None:
     splits = build_resident(fashion_mnist())
@@ -165,41 +135,24 @@ def test_debians_files_are_the_real_ones() -> None:
     assert splits.eval.labels.bincount().tolist() == [1000] * 10
 
 
-def swap(folder: Path, one: str, other: str) -> None:
-    (folder / one).rename(folder / "aside")
-    (folder / other).rename(folder / one)
-    (folder / "aside").rename(folder / other)
+def overwrite(path: Path, array: torch.Tensor) -> None:
+    path.write_bytes(encode(array.to(torch.uint8)))
 
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def label(path: Path, *values: int) -> None:
-    path.write_bytes(encode(torch.tensor(values, dtype=torch.uint8)))
-
-
 DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "train-images-idx3-ubyte is truncated: it has 165 bytes and": lambda root: truncate(
-        root / "train-images-idx3-ubyte"
+    "train-images-idx3-ubyte is damaged: it has 165 bytes and": lambda root: truncate(root / FILES[0]),
+    "train-images-idx3-ubyte is not an IDX file of images: it begins with 00 00 08 01": lambda root: overwrite(
+        root / FILES[0], torch.zeros(6)
     ),
-    "t10k-labels-idx1-ubyte is truncated: it has 11 bytes and": lambda root: truncate(root / "t10k-labels-idx1-ubyte"),
-    "train-images-idx3-ubyte has labels and must have images: are two files swapped": lambda root: swap(
-        root, "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+    "train labels must be int64 [6] and are torch.int64 [4]": lambda root: overwrite(root / FILES[1], torch.zeros(4)),
+    "eval labels must be 0 to 9 and are 0 to 10": lambda root: overwrite(root / FILES[3], torch.tensor([0, 1, 2, 10])),
+    "images must have one shape: train has (1, 5, 5) and eval (1, 4, 4)": lambda root: overwrite(
+        root / FILES[2], torch.zeros(4, 4, 4)
     ),
-    "train-images-idx3-ubyte has 6 images and train-labels-idx1-ubyte 4 labels": lambda root: swap(
-        root, "train-labels-idx1-ubyte", "t10k-labels-idx1-ubyte"
-    ),
-    "t10k-labels-idx1-ubyte has the label 10: it must be less than 10": lambda root: label(
-        root / "t10k-labels-idx1-ubyte", 0, 1, 2, 10
-    ),
-    "t10k-images-idx3-ubyte is empty: ": lambda root: (root / "t10k-images-idx3-ubyte").write_bytes(
-        encode(torch.zeros(0, 5, 5))
-    ),
-    "train-labels-idx1-ubyte is not an IDX file": lambda root: (root / "train-labels-idx1-ubyte").write_text("<html>"),
-    "training images have 5 × 5 pixels and test images 4 × 4": lambda root: (
-        root / "t10k-images-idx3-ubyte"
-    ).write_bytes(encode(torch.zeros(4, 4, 4, dtype=torch.uint8))),
 }
 
 
@@ -209,23 +162,20 @@ def test_a_damaged_set_is_refused_by_naming_the_file(expected: str, tmp_path: Pa
     DAMAGES[expected](root)
     with pytest.raises(ConfigError) as refused:
         build_resident(fashion_mnist(root))
-    said = str(refused.value)
-    assert said.startswith(f"data.root={root}: ")
-    assert expected in said
-    assert said.endswith("; put the right files there")
+    message = str(refused.value)
+    assert message.startswith(f"data.root={root}: ")
+    assert expected in message
+    assert message.endswith("; put the right files there")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_root_that_lacks_a_file_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
-    root = write_small_set(tmp_path / "root")
-    (root / name).unlink()
-    with pytest.raises(ConfigError, match=rf"^data\.root={root} must be a folder .*: it lacks {name}$"):
+@pytest.mark.parametrize("missing", [FILES[0], FILES[3], None])
+def test_a_root_that_lacks_a_file_is_refused(missing: str | None, tmp_path: Path) -> None:
+    root = write_small_set(tmp_path / "root") if missing else tmp_path / "nowhere"
+    if missing:
+        (root / missing).unlink()
+    reason = f"lacks {missing}" if missing else "is not a folder"
+    with pytest.raises(ConfigError, match=rf"^data\.root={root} must be a folder .*: it {reason}$"):
         build_resident(fashion_mnist(root))
-
-
-def test_a_root_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.root=.*/nowhere must be a folder .*: it is not a folder$"):
-        build_resident(fashion_mnist(tmp_path / "nowhere"))
 
 
 # --- the download -------------------------------------------------------------------------------
@@ -260,32 +210,25 @@ class Mirror:
         self.server.server_close()
 
 
-@pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[Mirror]:
-    """Serve Debian's files."""
-    with Mirror(DEBIAN_FOLDER) as server:
-        yield server
-
-
 def _download(url: str, folder: str) -> list[str]:
     os.environ["no_proxy"] = "127.0.0.1"
     FashionMNIST.mirrors = [url]
     FashionMNIST.resources = [  # Debian packed the same arrays anew, so that the archives have other checksums
         (name, hashlib.md5((DEBIAN_FOLDER / name).read_bytes()).hexdigest()) for name, _ in FashionMNIST.resources
     ]
-    return sorted(path.name for path in download(Path(folder)).iterdir())
+    download(Path(folder))
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 @needs_debians_files
-def test_ranks_that_start_at_once_download_once(mirror: Mirror, tmp_path: Path) -> None:
+def test_ranks_that_start_at_once_download_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "fashion_mnist"
-    assert on_ranks(3, _download, mirror.url, str(cache)) == [sorted(FILES)] * 3
+    with Mirror(DEBIAN_FOLDER) as mirror:
+        assert on_ranks(3, _download, mirror.url, str(cache)) == [sorted(FILES)] * 3
     assert mirror.asked == {f"/{name}.gz": 2 for name in FILES}  # 1 more for torchvision's redirects
     assert sorted(path.name for path in cache.parent.iterdir()) == ["fashion_mnist", "fashion_mnist.lock"]
-    downloaded, debians = (build_resident(fashion_mnist(folder)) for folder in (cache, DEBIAN_FOLDER))
-    for one, other in ((downloaded.train, debians.train), (downloaded.eval, debians.eval)):
-        assert torch.equal(one.images, other.images)
-        assert torch.equal(one.labels, other.labels)
+    for name in FILES:
+        assert (cache / name).read_bytes() == gzip.decompress((DEBIAN_FOLDER / f"{name}.gz").read_bytes())
 
 
 @pytest.fixture
@@ -298,80 +241,50 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "torch"
 
 
-def test_files_in_the_cache_are_found(bare_machine: Path) -> None:
+def test_debians_files_are_found_before_those_in_the_cache(
+    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare_machine.mkdir(parents=True)
-    folder = write_small_set(bare_machine / "fashion_mnist")
-    assert locate(None) == folder
-
-
-def test_debians_files_are_found_before_those_in_the_cache(bare_machine: Path, tmp_path: Path) -> None:
-    bare_machine.mkdir(parents=True)
-    write_small_set(bare_machine / "fashion_mnist")
-    debians = write_small_set(tmp_path / "usr")
+    cache, debians = write_small_set(bare_machine / "fashion_mnist"), write_small_set(tmp_path / "usr")
     assert locate(None) == debians
     (debians / FILES[0]).unlink()
-    assert locate(None) == bare_machine / "fashion_mnist"
-
-
-def assert_download_fails(cache: Path, because: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    assert locate(None) == cache
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/cache/torch/fashion_mnist") == cache
+    truncate(cache / FILES[0])
+    with pytest.raises(ConfigError, match=r"^data\.root=null: .* is damaged: .*; remove the folder, or set data"):
         build_resident(fashion_mnist())
-    said = str(refused.value)
+
+
+@pytest.mark.parametrize("reason", ["Connection refused", "timed out", "HTTP Error 404", "corrupted"])
+def test_a_download_that_fails_is_an_error_that_names_three_ways(
+    reason: str, bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    www = tmp_path / "www"
+    www.mkdir()
+    with Mirror(www) as mirror, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/" if "HTTP" not in reason else mirror.url
+        if reason == "timed out":
+            monkeypatch.setattr(module, "NETWORK_SECONDS", 0.2)
+            silent.listen()
+        elif reason == "corrupted":
+            write_small_set(www, pack=gzip.compress, suffix=".gz")
+            url = mirror.url
+        monkeypatch.setattr(FashionMNIST, "mirrors", [url])
+        with pytest.raises(ConfigError) as refused:
+            build_resident(fashion_mnist())
+    message = str(refused.value)
     del refused
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()  # urllib leaves the connection of an HTTP error to the garbage collector
-    assert said.startswith(
-        "data=fashion_mnist is missing and the download failed. Three ways: set data.root to a folder"
-    )
-    assert "install Debian's dataset-fashion-mnist" in said
-    assert f"the download into {cache / 'fashion_mnist'} failed: " in said
-    assert because in said
-    assert len(said.splitlines()) == 1
-    assert [path.name for path in cache.iterdir()] == ["fashion_mnist.lock"], "half a download was left"
+    assert message.startswith("data=fashion_mnist is missing and the download failed. Three ways: set data.root to a ")
+    assert "install Debian's dataset-fashion-mnist" in message
+    assert f"the download into {bare_machine / 'fashion_mnist'} failed: " in message
+    assert reason in message
+    assert len(message.splitlines()) == 1
+    assert [path.name for path in bare_machine.iterdir()] == ["fashion_mnist.lock"], "half a download was left"
     assert socket.getdefaulttimeout() is None
-
-
-def test_a_server_that_is_not_there_is_an_error_that_names_three_ways(
-    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as taken:  # bound, not listening: connections are refused
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(FashionMNIST, "mirrors", [f"http://127.0.0.1:{taken.getsockname()[1]}/"])
-        assert_download_fails(bare_machine, "Connection refused")
-
-
-def test_a_server_that_never_answers_is_given_up(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NETWORK_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(FashionMNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
-        assert_download_fails(bare_machine, "timed out")
-
-
-def test_a_server_without_the_files_is_an_error(
-    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "www").mkdir()
-    with Mirror(tmp_path / "www") as empty:
-        monkeypatch.setattr(FashionMNIST, "mirrors", [empty.url])
-        assert_download_fails(bare_machine, "HTTP Error 404")
-
-
-def test_a_download_that_is_not_the_real_file_is_an_error(
-    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_small_set(tmp_path / "www", pack=gzip.compress, suffix=".gz")
-    with Mirror(tmp_path / "www") as wrong:
-        monkeypatch.setattr(FashionMNIST, "mirrors", [wrong.url])
-        assert_download_fails(bare_machine, "corrupted")
-
-
-def test_a_cache_that_was_damaged_is_refused_with_the_way_out(bare_machine: Path) -> None:
-    bare_machine.mkdir(parents=True)
-    folder = write_small_set(bare_machine / "fashion_mnist")
-    truncate(folder / "train-images-idx3-ubyte")
-    with pytest.raises(ConfigError, match=r"^data\.root=null: .* is truncated: .*; remove the folder, or set data"):
-        build_resident(fashion_mnist())
-    shutil.rmtree(folder)
 
 
 # --- synthetic ----------------------------------------------------------------------------------
@@ -381,19 +294,16 @@ def synthetic(**options: Any) -> SyntheticConfig:
     return SyntheticConfig(**{"mean": [0.5] * 2, "std": [0.5] * 2, "channels": 2, "height": 5, "width": 7} | options)
 
 
-def test_synthetic_images_have_any_shape() -> None:
-    splits = build_resident(synthetic(num_train=12, num_eval=3, num_classes=4))
-    assert splits.train.images.shape == (12, 2, 5, 7)
-    assert splits.eval.images.shape == (3, 2, 5, 7)
-    assert splits.train.images.dtype == torch.uint8
-    assert int(splits.train.labels.max()) < 4
-
-
-def test_synthetic_images_are_a_function_of_the_seed() -> None:
-    one, again, other = (build_resident(synthetic(seed=seed)).train for seed in (1, 1, 2))
-    assert torch.equal(one.images, again.images)
-    assert torch.equal(one.labels, again.labels)
-    assert not torch.equal(one.images, other.images)
+def test_synthetic_images_have_any_shape_and_are_a_function_of_the_seed() -> None:
+    one, again, other = (
+        build_resident(synthetic(num_train=12, num_eval=3, num_classes=4, seed=seed)) for seed in (1, 1, 2)
+    )
+    assert (one.train.images.shape, one.eval.images.shape) == ((12, 2, 5, 7), (3, 2, 5, 7))
+    assert one.train.images.dtype == torch.uint8
+    assert int(one.train.labels.max()) < 4
+    assert torch.equal(one.train.images, again.train.images)
+    assert torch.equal(one.train.labels, again.train.labels)
+    assert not torch.equal(one.train.images, other.train.images)
 
 
 def test_synthetic_images_of_a_class_are_alike() -> None:

@@ -28,19 +28,12 @@ def test_what_was_written_is_read(array: Tensor, pack: type[bytes], tmp_path: Pa
     assert torch.equal(read_idx(path, dimensions=array.dim()), array)
 
 
-def test_any_truncation_is_refused(tmp_path: Path) -> None:
-    path, whole = tmp_path / "file", encode(IMAGES)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["raw", "gz"])
+def test_any_truncation_is_refused(pack: type[bytes], tmp_path: Path) -> None:
+    path, whole = tmp_path / "file", pack(encode(IMAGES))
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"truncated|is not an IDX file"):
-            read_idx(path, dimensions=3)
-
-
-def test_any_truncation_of_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    path, whole = tmp_path / "file.gz", gzip.compress(encode(IMAGES))
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ConfigError, match=r"truncated|is not an IDX file"):
+        with pytest.raises(ConfigError, match=r"is damaged|cannot be read|is not an IDX file"):
             read_idx(path, dimensions=3)
 
 
@@ -55,13 +48,13 @@ def test_any_flipped_byte_of_a_compressed_file_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("data", "dimensions", "expected"),
     [
-        (b"", 3, "is not an IDX file of bytes: it begins with nothing"),
-        (b"<!DOCTYPE html>", 3, "is not an IDX file of bytes: it begins with 3c 21 44 4f"),
-        (encode(IMAGES).replace(b"\x08", b"\x0d", 1), 3, "is not an IDX file of bytes: it begins with 00 00 0d 03"),
-        (encode(LABELS), 3, "has labels and must have images: are two files swapped?"),
-        (encode(IMAGES), 1, "has images and must have labels: are two files swapped?"),
-        (encode(LABELS) + b"!", 1, "is too long: it has 11 bytes and its header says 10"),
-        (encode(LABELS)[:-1], 1, "is truncated: it has 9 bytes and its header says 10"),
+        (b"", 3, "is not an IDX file of images: it begins with nothing; are images and labels swapped?"),
+        (b"<!DOCTYPE html>", 3, "is not an IDX file of images: it begins with 3c 21 44 4f; "),
+        (encode(IMAGES).replace(b"\x08", b"\x0d", 1), 3, "is not an IDX file of images: it begins with 00 00 0d 03; "),
+        (encode(LABELS), 3, "is not an IDX file of images: it begins with 00 00 08 01; "),
+        (encode(IMAGES), 1, "is not an IDX file of labels: it begins with 00 00 08 03; "),
+        (encode(LABELS) + b"!", 1, "is damaged: it has 11 bytes and its header says 10"),
+        (encode(LABELS)[:-1], 1, "is damaged: it has 9 bytes and its header says 10"),
         (encode(IMAGES[:0]), 3, "is empty: its header says 0 × 3 × 4 images"),
     ],
 )
@@ -70,11 +63,10 @@ def test_what_is_wrong_with_a_file_is_said(data: bytes, dimensions: int, expecte
     path.write_bytes(data)
     with pytest.raises(ConfigError) as refused:
         read_idx(path, dimensions=dimensions)
-    assert str(refused.value) == f"{path} {expected}"
+    assert str(refused.value).startswith(f"{path} {expected}")
 
 
 def test_a_raw_file_is_found_before_a_compressed_one(tmp_path: Path) -> None:
-    assert find_idx(tmp_path, "file") is None
     (tmp_path / "file.gz").touch()
     assert find_idx(tmp_path, "file") == tmp_path / "file.gz"
     (tmp_path / "file").touch()

@@ -9,7 +9,7 @@ from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import ImageTensors
 from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
-from ddp_trainer.data.resident import ResidentReader
+from ddp_trainer.data.readers import ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 
 CPU = torch.device("cpu")

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 
 from ddp_trainer.data.dataset import Datasets, ImageTensors, hold_out, read_sample
 from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
-from ddp_trainer.data.resident import ResidentReader
-from ddp_trainer.data.streaming import BATCHES_AHEAD, SampleReader
+from ddp_trainer.data.readers import BATCHES_AHEAD, ResidentReader, SampleReader
 
 NUM_CLASSES = 10
 

@@ -1,10 +1,18 @@
-"""The allocator reuses the memory that a step frees; imports run without garbage collection."""
+"""Memory that a step frees is reused, imports run without garbage collection, threads that wait release their core."""
 
 import sys
 
 from conftest import run_command
 
-PROGRAM = """
+
+def output_of(program: str, *words: str, variables: tuple[str, ...] = ()) -> list[str]:
+    unset = ["-u", "GOMP_SPINCOUNT"]  # this process may have called limit_spinning
+    done = run_command(["env", *unset, *variables, sys.executable, "-c", program, *words])
+    assert done.code == 0, done.output
+    return done.output.split()
+
+
+ALLOCATIONS = """
 import resource, sys
 import torch
 from ddp_trainer.distributed.memory import keep_freed_memory
@@ -18,14 +26,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def page_faults(mode: str) -> int:
-    done = run_command([sys.executable, "-c", PROGRAM, mode])
-    assert done.code == 0, done.output
-    return int(done.output.split()[-1])
-
-
 def test_freed_memory_is_not_faulted_in_again() -> None:
-    assert 3 * page_faults("keep") < page_faults("default")
+    kept, default = (int(output_of(ALLOCATIONS, mode)[-1]) for mode in ("keep", "default"))
+    assert 3 * kept < default
 
 
 IMPORTS = """
@@ -45,7 +48,32 @@ print(frozen, gc.get_freeze_count())
 
 
 def test_only_the_import_of_torch_freezes_objects() -> None:
-    done = run_command([sys.executable, "-c", IMPORTS])
-    assert done.code == 0, done.output
-    frozen, later = map(int, done.output.split())
+    frozen, later = map(int, output_of(IMPORTS))
     assert later <= frozen > 100_000
+
+
+WAITS = """
+import time
+from ddp_trainer.distributed.environment import limit_spinning
+limit_spinning()
+import torch
+torch.set_num_threads(2)
+values = torch.ones(2**18)
+began = time.process_time()
+for _ in range(100):
+    values.add_(1)  # by both threads; the second then waits for the next operation
+    time.sleep(0.01)
+print(time.process_time() - began)
+"""
+
+
+def busy_seconds(*variables: str) -> float:
+    """Return the CPU time that two threads take for next to nothing in a second."""
+    return float(output_of(WAITS, variables=variables)[-1])
+
+
+def test_a_thread_that_waits_releases_its_core() -> None:
+    default = busy_seconds("GOMP_SPINCOUNT=300000")  # that of libgomp
+    assert 4 * busy_seconds() < default
+    assert 4 * busy_seconds("OMP_WAIT_POLICY=passive") < default
+    assert busy_seconds("OMP_WAIT_POLICY=active") > default / 2  # the user's choice counts

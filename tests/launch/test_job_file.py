@@ -5,18 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Finished, assert_bitwise, compose, launch, newest_checkpoint, succeed, train_on
+from conftest import TINY, assert_bitwise, compose, launch, newest_checkpoint, succeed, train_on
 
 from ddp_trainer import registry
 from ddp_trainer.config.composition import config_digest, from_builtins, to_builtins
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import Resume
 from ddp_trainer.launch.job_file import read_job, write_job
-
-
-def freeze(file: Path, *arguments: str) -> Finished:
-    return launch("freeze", str(file), *arguments)
-
 
 CHOICES = [f"{group}={choice}" for group in registry.groups() for choice in registry.choices(group)]
 
@@ -31,7 +26,7 @@ def test_a_config_survives_the_way_through_plain_data(choice: str) -> None:
 
 def test_a_job_file_trains_what_the_command_line_would_have(tmp_path: Path) -> None:
     file = tmp_path / "new=1" / "job: #1.json"
-    done = freeze(file, *TINY, f"output_dir={tmp_path}", "name=frozen", "world_size=2")
+    done = launch("freeze", str(file), *TINY, f"output_dir={tmp_path}", "name=frozen", "world_size=2")
     assert done.code == 0, done.output
     assert done.output.strip() == str(tmp_path / "frozen")
     succeed("train", f"job_file={file}", ranks=2)
@@ -41,38 +36,47 @@ def test_a_job_file_trains_what_the_command_line_would_have(tmp_path: Path) -> N
         assert_bitwise(frozen[key], direct[key])
 
 
-def test_a_sweeps_job_is_frozen_with_the_run_directory_that_multirun_gives_it(tmp_path: Path) -> None:
-    sweep = ("model=lenet", "seed=1,2", "optimizer.lr=0.1,0.2", f"output_dir={tmp_path}")
-    done = freeze(tmp_path / "job.json", *sweep, "job=2")
-    assert done.code == 0, done.output
-    config, run_dir = read_job(tmp_path / "job.json")
-    assert (config.seed, config.optimizer.lr) == (2, 0.1)
+def test_a_sweeps_job_has_the_run_directory_of_multirun_and_can_be_changed_into_another(tmp_path: Path) -> None:
+    sweep = ("model=lenet", "seed=1,2", "optimizer.lr=0.1,0.2", f"output_dir={tmp_path}", "resume=never")
+    succeed("freeze", f"{tmp_path}/old.json", *sweep, "job=2")
+    old, run_dir = read_job(tmp_path / "old.json")
+    assert (old.seed, old.optimizer.lr) == (2, 0.1)
     assert run_dir == tmp_path / "digits-lenet-ddp/model=lenet,optimizer.lr=0.1,seed=2"
+    done = succeed("freeze", f"{tmp_path}/new.json", f"base={tmp_path}/old.json", "world_size=2", "resume=auto")
+    assert done.output.strip() == str(run_dir)
+    assert read_job(tmp_path / "new.json") == (replace(old, resume=Resume.auto), run_dir)
+
+
+NEW, BASE = (
+    ("freeze", "{folder}/new.json", "output_dir={folder}"),
+    ("freeze", "{folder}/new.json", "base={folder}/base"),
+)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["optimizer.lr=nan"], "optimizer.lr"),
-        (["model=lenett"], "model=lenett"),
-        (["world_size=300"], "global_batch_size=256 must be at least the world size, 300"),
-        (["world_size=two"], "world_size=two"),
-        (["seed=0,1", "job=2"], "job=2 is not among the 2 jobs"),
-        (["--multirun", "seed=0,1"], "a job file holds one of these 2 jobs"),
+        ((*NEW, "optimizer.lr=nan"), "optimizer.lr=nan "),
+        ((*NEW, "model=lenett"), "model=lenett "),
+        ((*NEW, "world_size=300"), "global_batch_size=256 must be at least the world size, 300"),
+        ((*NEW, "world_size=two"), "world_size=two "),
+        ((*NEW, "seed=0,1", "job=2"), "job=2 is not among the 2 jobs"),
+        (("freeze", "{folder}/new.json", "--multirun", "seed=0,1"), "a job file holds one of these 2 jobs"),
+        (("freeze", "seed=1"), "FILE is missing: freeze FILE [key=value …]"),
+        ((*BASE, "epoch=3"), "epoch=3 is unknown"),
+        ((*BASE, "epochs=x"), "epochs=x must be a whole number"),
+        ((*BASE, "epochs=0"), "epochs=0 must be greater than 0"),
+        ((*BASE, "world_size=257"), "global_batch_size=256 must be at least the world size, 257"),
+        (("train", "job_file={folder}/base", "seed=3"), "seed=3 "),
     ],
 )
-def test_what_cannot_be_frozen_is_one_error(arguments: list[str], error: str, tmp_path: Path) -> None:
-    done = freeze(tmp_path / "job.json", *arguments, f"output_dir={tmp_path}")
-    assert done.code == 2, done.output
-    assert done.output.startswith("error: ")
-    assert error in done.output
-    assert len(done.output.splitlines()) == 1
-    assert not (tmp_path / "job.json").exists()
-
-
-def test_a_job_file_needs_a_name() -> None:
-    done = launch("freeze", "seed=1")
-    assert (done.code, done.output) == (2, "error: FILE is missing: freeze FILE [key=value …]\n")
+def test_what_cannot_be_frozen_or_changed_is_one_error(arguments: list[str], error: str, tmp_path: Path) -> None:
+    write_job(tmp_path / "base", to_builtins(compose()), tmp_path / "run")
+    done = launch(*(argument.format(folder=tmp_path) for argument in arguments))
+    assert done.code == 2
+    assert done.output.startswith(f"error: {error}")
+    assert done.output.count("\n") == 1
+    assert not (tmp_path / "new.json").exists()
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"config": {}}', '{"run_dir": "a", "config": {"model": 1}}'])
@@ -81,35 +85,3 @@ def test_what_is_no_job_file_is_one_error(text: str | None, tmp_path: Path) -> N
         (tmp_path / "job.json").write_text(text)
     with pytest.raises(ConfigError, match="job_file="):
         read_job(tmp_path / "job.json")
-
-
-def test_a_job_file_can_be_changed_into_another(tmp_path: Path) -> None:
-    freeze(tmp_path / "old.json", "model=lenet", "seed=1,2", f"output_dir={tmp_path}", "resume=never", "job=1")
-    done = freeze(tmp_path / "new.json", f"base={tmp_path}/old.json", "world_size=2", "resume=auto")
-    old, new = read_job(tmp_path / "old.json"), read_job(tmp_path / "new.json")
-    assert done.output.strip() == str(new[1]) == str(old[1])
-    assert (old[0].resume, new[0]) == (Resume.never, replace(old[0], resume=Resume.auto))
-
-
-@pytest.mark.parametrize(
-    ("argument", "error"),
-    [
-        ("epoch=3", "epoch=3 is unknown"),
-        ("epochs=x", "epochs=x must be a whole number"),
-        ("epochs=0", "epochs=0 must be greater than 0"),
-        ("world_size=257", "global_batch_size=256 must be at least the world size, 257"),
-    ],
-)
-def test_a_bad_change_of_a_job_file_is_one_error(argument: str, error: str, tmp_path: Path) -> None:
-    write_job(tmp_path / "old.json", to_builtins(compose()), tmp_path / "run")
-    done = freeze(tmp_path / "new.json", f"base={tmp_path}/old.json", argument)
-    assert done.code == 2
-    assert done.output.startswith(f"error: {error}")
-    assert len(done.output.splitlines()) == 1
-
-
-def test_a_job_file_takes_no_overrides(tmp_path: Path) -> None:
-    done = launch("train", f"job_file={tmp_path}/job.json", "seed=3")
-    assert done.code == 2
-    assert done.output.startswith("error: seed=3 ")
-    assert done.output.count("\n") == 1

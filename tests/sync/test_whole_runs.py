@@ -13,6 +13,7 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.training.run import run
 
 STRATEGIES = {
+    "ddp": ("sync=ddp",),
     "allreduce": ("sync=allreduce",),
     "allreduce-parameter": ("sync=allreduce", "sync.bucket=parameter"),
     "ring": ("sync=ring",),
@@ -22,19 +23,17 @@ STRATEGIES = {
 }
 OPTIMIZERS = {"sgd": (), "clipped": ("max_grad_norm=0.5",), "adamw": ("optimizer=adamw", "optimizer.eps=1e-3")}
 """With Adam's usual eps, 1e-8, the rounding of a tiny gradient becomes a step of full size."""
-CASES = [
-    f"{sync}-{optimizer}"
-    for sync in STRATEGIES
-    for optimizer in OPTIMIZERS
-    if sync != "local_sgd" or optimizer == "sgd"  # of others the mean of the updates is not the update of the mean
-]
+CASES = ["ddp-sgd", "ddp-clipped", "ddp-adamw", "allreduce-clipped", "allreduce-parameter-clipped", "ring-clipped",
+         "parameter_server-clipped", "parameter_server-adamw", "parameter_server-two-clipped",
+         "parameter_server-two-adamw", "local_sgd-sgd"]  # fmt: skip
+"""Of local SGD with clipping or Adam, the mean of the updates is not the update of the mean."""
 RUN = (*TINY, "checkpoint.every_steps=3", "checkpoint.keep_last=100", "data.augment.random_crop_padding=2")
 
 
 def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
     sync, optimizer = case.rsplit("-", 1)
-    overrides = (*RUN, *STRATEGIES[sync], *OPTIMIZERS[optimizer])
-    return tuple("sync.num_servers=1" if ranks == 1 and said == "sync.num_servers=2" else said for said in overrides)
+    overrides = (*RUN, *STRATEGIES[sync], *OPTIMIZERS[optimizer], f"name={case}")
+    return tuple("sync.num_servers=1" if ranks == 1 and word == "sync.num_servers=2" else word for word in overrides)
 
 
 # --- world-size invariance ------------------------------------------------------------------------------------
@@ -42,14 +41,12 @@ def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that trains every case, and ddp, on so many ranks and returns the folder of their runs."""
+    """Return a function that trains every case on so many ranks and returns the folder of their runs."""
 
     @functools.cache
     def train(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"W{ranks}")
-        jobs = [(*overrides_of(case, ranks=ranks), f"name={case}") for case in CASES]
-        jobs += [(*RUN, *extra, f"name=ddp-{optimizer}") for optimizer, extra in OPTIMIZERS.items()]
-        train_all(ranks, [(*job, f"output_dir={folder}") for job in jobs])
+        train_all(ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={folder}") for case in CASES])
         return folder
 
     return train
@@ -60,14 +57,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 def test_a_strategy_trains_alike_at_any_world_size_and_as_ddp_does(
     case: str, ranks: int, trained: Callable[[int], Path]
 ) -> None:
-    mine = trained(ranks) / case
+    run = trained(ranks) / case
     for other in (trained(1) / case, trained(ranks) / f"ddp-{case.rsplit('-', 1)[1]}"):
-        digests = [[record["samples/digest"] for record in records(one, "samples/digest")] for one in (mine, other)]
+        digests = [[record["samples/digest"] for record in records(one, "samples/digest")] for one in (run, other)]
         assert digests[0] == digests[1]
-        torch.testing.assert_close(newest_checkpoint(mine)["model"], newest_checkpoint(other)["model"])
-        one, two = (newest_checkpoint(run_dir)["optimizer"]["state"] for run_dir in (mine, other))
-        torch.testing.assert_close(one, two)
-    assert read_summary(mine)["sync"] == case.split("-")[0]
+        for key in ("model", "optimizer"):
+            torch.testing.assert_close(tensors_of(run, key), tensors_of(other, key))
+    assert read_summary(run)["sync"] == case.split("-")[0]
+
+
+def tensors_of(run_dir: Path, key: str) -> dict:
+    state = newest_checkpoint(run_dir)[key]
+    return state["state"] if key == "optimizer" else state
 
 
 # --- resume ------------------------------------------------------------------------------------
@@ -81,41 +82,35 @@ def cut_back(run_dir: Path, step: int, *, to: Path) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_killed_after_a_save_and_resumed_is_bitwise_the_same(
     ranks: int, trained: Callable[[int], Path], tmp_path: Path
 ) -> None:
     for case in CASES:
         cut_back(trained(ranks) / case, 3, to=tmp_path / case)
-    train_all(ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={tmp_path}", f"name={case}") for case in CASES])
+    train_all(ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={tmp_path}") for case in CASES])
     for case in CASES:
         assert_bitwise(trained_state(trained(ranks) / case), trained_state(tmp_path / case))
+        steps = [[record["step"] for record in records(folder / case)] for folder in (trained(ranks), tmp_path)]
+        assert steps[0] == steps[1], "what was logged after the save is logged once"
 
 
 def test_a_servers_optimizer_goes_on_with_other_owners(trained: Callable[[int], Path], tmp_path: Path) -> None:
-    whole = trained(2) / "parameter_server-adamw"
-    cut_back(whole, 3, to=tmp_path / "parameter_server-adamw")
-    overrides = (
-        *overrides_of("parameter_server-adamw", ranks=4),
-        f"output_dir={tmp_path}",
-        "name=parameter_server-adamw",
-    )
-    train_all(4, [(*overrides, "sync.num_servers=3")])
-    one, two = trained_state(whole), trained_state(tmp_path / "parameter_server-adamw")
-    torch.testing.assert_close(one["model"], two["model"])
-    torch.testing.assert_close(one["optimizer"]["state"], two["optimizer"]["state"])
+    case = "parameter_server-adamw"
+    cut_back(trained(2) / case, 3, to=tmp_path / case)
+    train_all(4, [(*overrides_of(case, ranks=4), f"output_dir={tmp_path}", "sync.num_servers=3")])
+    for key in ("model", "optimizer"):
+        torch.testing.assert_close(tensors_of(trained(2) / case, key), tensors_of(tmp_path / case, key))
 
 
 def test_a_server_keeps_the_state_of_parameter_groups_apart(tmp_path: Path) -> None:
     common = (*RUN, "optimizer=lars", f"output_dir={tmp_path}")
     server = (*common, "sync=parameter_server", "sync.num_servers=2")
-    train_all(2, [(*common, "name=ddp"), (*server, "name=whole")])
-    torch.testing.assert_close(
-        trained_state(tmp_path / "ddp")["optimizer"], trained_state(tmp_path / "whole")["optimizer"]
-    )
-    cut_back(tmp_path / "whole", 3, to=tmp_path / "parts")
-    train_all(2, [(*server, "name=parts")])
-    assert_bitwise(trained_state(tmp_path / "whole"), trained_state(tmp_path / "parts"))
+    train_all(2, [(*common, "name=ddp"), (*server, "name=whole"), (*server, "name=parts", "max_steps=3"),
+                  (*server, "name=parts")])  # fmt: skip
+    whole = trained_state(tmp_path / "whole")
+    torch.testing.assert_close(trained_state(tmp_path / "ddp")["optimizer"], whole["optimizer"])
+    assert_bitwise(whole, trained_state(tmp_path / "parts"))
 
 
 def test_local_sgd_is_saved_where_ranks_are_equal_and_goes_on_from_there(tmp_path: Path) -> None:
@@ -136,12 +131,9 @@ def test_local_sgd_is_saved_where_ranks_are_equal_and_goes_on_from_there(tmp_pat
 def test_replicas_train_as_one_process_and_resume(tmp_path: Path) -> None:
     common = (*RUN, f"output_dir={tmp_path}")
     three = (*common, "sync=replicas", "sync.devices=[cpu,cpu,cpu]")
-    train_all(1, [(*common, "sync=none", "name=alone"), (*three, "name=three")])
-    torch.testing.assert_close(
-        newest_checkpoint(tmp_path / "alone")["model"], newest_checkpoint(tmp_path / "three")["model"]
-    )
-    cut_back(tmp_path / "three", 3, to=tmp_path / "parts")
-    train_all(1, [(*three, "name=parts")])
+    train_all(1, [(*common, "sync=none", "name=alone"), (*three, "name=three"),
+                  (*three, "name=parts", "max_steps=3"), (*three, "name=parts")])  # fmt: skip
+    torch.testing.assert_close(tensors_of(tmp_path / "alone", "model"), tensors_of(tmp_path / "three", "model"))
     assert_bitwise(trained_state(tmp_path / "three"), trained_state(tmp_path / "parts"))
 
 
@@ -164,49 +156,50 @@ def test_lossy_strategies_reach_the_same_accuracy_on_digits(tmp_path: Path) -> N
     assert exact > 0.97
     for name in LOSSY:
         assert abs(read_summary(tmp_path / name)["eval/top1"] - exact) <= 0.01, name
-    weights = {name: newest_checkpoint(tmp_path / name)["model"] for name in ("ddp", *LOSSY)}
+    weights = {name: torch.cat([p.flatten() for p in tensors_of(tmp_path / name, "model").values()])
+               for name in ("ddp", *LOSSY)}  # fmt: skip
     for name in LOSSY:  # they are lossy: what was asked for is what ran
-        assert not all(torch.equal(weights["ddp"][key], weights[name][key]) for key in weights["ddp"]), name
+        assert not torch.equal(weights["ddp"], weights[name]), name
 
 
 def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None:
-    common = (*TINY, "model=resnet18", f"output_dir={tmp_path}")  # of 4 MiB, 45 MB would be seven buckets
-    train_all(3, [(*common, "name=run", "sync.comm_hook=powersgd", "sync.powersgd_warmup_steps=2")])
-    assert read_summary(tmp_path / "run")["steps"] == 16
+    model = ("model=resnet18", "model.stem=imagenet")  # 45 MB, which of 4 MiB would be seven buckets
+    hook = ("sync.comm_hook=powersgd", "sync.powersgd_warmup_steps=2", "max_steps=6")
+    train_all(3, [(*TINY, *model, *hook, f"output_dir={tmp_path}", "name=run")])
+    assert read_summary(tmp_path / "run")["steps"] == 6
 
 
 # --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("overrides", "ranks", "said"),
+    ("overrides", "ranks", "message"),
     [
-        (["sync=replicas"], 2, "sync=replicas is for one process and there are 2 ranks: use sync=ddp"),
-        (["sync=data_parallel"], 2, "sync=data_parallel is for one process and there are 2 ranks"),
-        (["sync=none"], 3, "sync=none is for one process and there are 3 ranks"),
-        (["sync=parameter_server", "sync.num_servers=3"], 2, "sync.num_servers=3 must be at most the world size"),
-        (["sync=parameter_server", "precision=fp16"], 2, "precision=fp16 needs all gradients"),
-        (["sync=local_sgd", "precision=fp16"], 1, "precision=fp16 needs all gradients"),
-        (["sync=replicas", "sync.devices=[cpu,cuda:0]"], 1, "must all be cpu, or all be cuda"),
-        (["sync=replicas", "sync.devices=[]"], 1, "must all be cpu, or all be cuda"),
-        (["sync=data_parallel", "precision=bf16"], 1, "sync=data_parallel runs the model in threads"),
-        (["sync=data_parallel", "compile=true"], 1, "sync=data_parallel runs the model in threads"),
-        (["sync=ddp", "sync.powersgd_warmup_steps=1"], 2, "must be at least 2"),
-        (["sync=local_sgd", "sync.every_steps=0"], 2, "sync.every_steps=0 must be greater than 0"),
+        ("sync=replicas", 2, "sync=replicas is for one process and there are 2 ranks: use sync=ddp"),
+        ("sync=data_parallel", 2, "sync=data_parallel is for one process and there are 2 ranks"),
+        ("sync=parameter_server sync.num_servers=3", 2, "sync.num_servers=3 must be at most the world size"),
+        ("sync=parameter_server precision=fp16", 2, "precision=fp16 needs all gradients"),
+        ("sync=local_sgd precision=fp16", 1, "precision=fp16 needs all gradients"),
+        ("sync=replicas sync.devices=[cpu,cuda:0]", 1, "must all be cpu, or all be cuda"),
+        ("sync=replicas sync.devices=[]", 1, "must all be cpu, or all be cuda"),
+        ("sync=data_parallel precision=bf16", 1, "sync=data_parallel runs the model in threads"),
+        ("sync=data_parallel compile=true", 1, "sync=data_parallel runs the model in threads"),
+        ("sync=ddp sync.powersgd_warmup_steps=1", 2, "must be at least 2"),
+        ("sync=local_sgd sync.every_steps=0", 2, "sync.every_steps=0 must be greater than 0"),
     ],
 )
-def test_a_strategy_that_cannot_run_there_is_refused(overrides: list[str], ranks: int, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
-        compose(*overrides).check_world_size(ranks)
+def test_a_strategy_that_cannot_run_there_is_refused(overrides: str, ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(*overrides.split()).check_world_size(ranks)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
-        (("sync=data_parallel", "device=cpu"), "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp"),
-        (("sync=replicas", "sync.devices=['cuda:0']", "device=cpu"), "sync.devices="),
+        (("sync=data_parallel",), "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp"),
+        (("sync=replicas", "sync.devices=['cuda:0']"), "sync.devices="),
     ],
 )
-def test_a_strategy_without_its_devices_is_refused(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run(compose(*TINY, *overrides, f"output_dir={tmp_path}"))
+def test_a_strategy_without_its_devices_is_refused(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(compose(*TINY, "device=cpu", *overrides, f"output_dir={tmp_path}"))

@@ -30,20 +30,19 @@ def refusal(override: str, torchvision: str | None, folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("override", "torchvision", "told"),
+    ("override", "torchvision", "message"),
     [
-        (
-            "seed=3",
-            None,
-            "rank 1 was started with a config other than that of rank 0 (seed: 0 → 3): use one command line",
-        ),
+        ("seed=3", None, "rank 1 was started with a config other than that of rank 0 (seed: 0 → 3): use one command "),
         ("seed=0", "0.14.1", "rank 1 was started with versions other than those of rank 0 (torchvision: 0."),
     ],
-)
-def test_ranks_that_differ_are_refused_alike(override: str, torchvision: str | None, told: str, tmp_path: Path) -> None:
+    ids=["config", "versions"],
+)  # fmt: skip
+def test_ranks_that_differ_are_refused_alike(
+    override: str, torchvision: str | None, message: str, tmp_path: Path
+) -> None:
     first, second = on_ranks(2, refusal, override, torchvision, str(tmp_path))
     assert first == second
-    assert first.startswith(told)
+    assert first.startswith(message)
     assert not (tmp_path / "run").exists()
 
 

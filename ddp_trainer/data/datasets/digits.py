@@ -15,7 +15,7 @@ def build_digits(config: DigitsConfig) -> Datasets:
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
     Repository, 1998, doi 10.24432/C50P49, CC BY 4.0 (the part scikit-learn ships).
     """
-    digits = read_split(Path(__file__).parent, "digits", num_classes=10)
+    digits = read_split(Path(__file__).parent, "digits")
     images = digits.images * 15  # 0 … 16 as stored, 0 … 240 as pixels
     nth_of_class = torch.zeros_like(digits.labels)
     for label in range(10):

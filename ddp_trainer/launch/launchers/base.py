@@ -1,6 +1,7 @@
 """The base class of the launchers: it composes and checks the jobs of a sweep, and returns their results."""
 
 import copy
+import re
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -39,28 +40,27 @@ class Job:
 
     def finish(self, failure: str | None) -> None:
         """Set `result` from summary.json, or to an error if the job was stopped or there is a `failure`."""
-        try:
-            summary = None if failure else Summary.from_json((self.run_dir / "summary.json").read_text())
-        except OSError as error:
-            summary, failure = None, f"summary.json cannot be read: {error.strerror}"
-        if summary is not None and summary.status is not Status.stopped:
-            self.result = summary.best_top1
-        else:
-            failure = failure or "stopped before its end, with a checkpoint saved"
+        if failure is None:
+            try:
+                summary = Summary.from_json((self.run_dir / "summary.json").read_text())
+                self.result = summary.best_top1
+                if summary.status is Status.stopped:
+                    failure = "stopped before its end, with a checkpoint saved"
+            except OSError as error:
+                failure = f"summary.json cannot be read: {error.strerror}"
+        if failure is not None:
             self.result = JobError(f"{self.label} in {self.run_dir}: {failure}")
 
 
 class JobLauncher(Launcher):
     """Composes and checks jobs, runs them by `run` and returns the best top-1 of each."""
 
-    NAME: str
-    """The choice of ``hydra/launcher``."""
-
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Prepare for `launch`; raise ConfigError if this process is a rank of torchrun. Hydra calls this once."""
+        launcher = config.hydra.runtime.choices["hydra/launcher"]
         require(
             not read_environment().under_torchrun,
-            f"hydra/launcher={self.NAME} starts a torchrun for each job: start the sweep with plain "
+            f"hydra/launcher={launcher} starts a torchrun for each job: start the sweep with plain "
             "python -m ddp_trainer, or leave it out to run the jobs one after another under this torchrun",
         )
         self.config = config
@@ -75,11 +75,7 @@ class JobLauncher(Launcher):
         """Run and finish all `jobs`; one that fails must not end the others. Exit if the user stops the sweep."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs of one batch. Jobs with a bad config are reported before the others start.
-
-        Raises:
-            ConfigError, OmegaConfBaseException, HydraException: the configs of all jobs are bad.
-        """
+        """Run the jobs of one batch. Bad configs are reported before any job starts, and raised if all are bad."""
         jobs: dict[Path, Job] = {}
         outcomes = [
             self.compose(list(overrides), number, jobs)
@@ -95,17 +91,12 @@ class JobLauncher(Launcher):
         if failed := [str(result) for result in results if isinstance(result, JobError)]:
             print(f"{len(failed)} of {len(results)} jobs failed: {'; '.join(failed)}", file=sys.stderr, flush=True)
         return [
-            FailedReturn(overrides, status=JobStatus.FAILED, _return_value=result)
-            if isinstance(result, JobError)
-            else JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=result)
-            for result, overrides in zip(results, job_overrides, strict=True)
+            Return(overrides, status=JobStatus.COMPLETED, _return_value=result)
+            for overrides, result in zip(job_overrides, results, strict=True)
         ]
 
     def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
-        """Return the job of `overrides`, added to `jobs` by its run directory, or why it cannot run.
-
-        A sampler may propose the same job twice: the second is the first, with one result.
-        """
+        """Return the job of `overrides`, added to `jobs` by its run directory, or why it cannot run."""
         swept = [override for override in overrides if override not in self.config.hydra.overrides.task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
         try:
@@ -119,11 +110,9 @@ class JobLauncher(Launcher):
             config = to_config(settings)
             config.check_world_size(self.world_size(config.device))
             job = Job(number=number, label=label, config=config, run_dir=job_dir(config.output_dir, config.name))
-            first = jobs.setdefault(job.run_dir, job)
-            require(
-                first.config == config,
-                f"{job.run_dir} is the run directory of {first.label} too: sweep over keys that change the training",
-            )
+            first = jobs.setdefault(job.run_dir, job)  # a sampler may propose a job twice: it runs once
+            fix = "sweep over keys that change the training"
+            require(first.config == config, f"{job.run_dir} is the run directory of {first.label} too: {fix}")
             return first
         except (ConfigError, OmegaConfBaseException, HydraException) as error:
             failure = JobError(f"{label} cannot run: {format_config_error(error, overrides)}")
@@ -131,15 +120,17 @@ class JobLauncher(Launcher):
             return failure
 
 
-class FailedReturn(JobReturn):
-    """The return of a failed job: it raises the error where a sweeper asks for the value; Hydra's prints it again."""
+class Return(JobReturn):
+    """The return of a job: if the job failed, it raises the error to a sweeper. Hydra's also prints it again."""
 
     @property
     def return_value(self) -> Any:  # type: ignore[override]
-        raise self._return_value
+        if isinstance(self._return_value, JobError):
+            raise self._return_value
+        return self._return_value
 
 
-def last_error(output: str) -> str | None:
+def last_error(log: Path) -> str | None:
     """Return the last error message in the output of a launch; None if there is none."""
-    errors = [line.removeprefix("error: ") for line in output.splitlines() if line.startswith("error: ")]
+    errors = re.findall(r"^error: (.+)", log.read_text(errors="replace") if log.exists() else "", re.MULTILINE)
     return errors[-1] if errors else None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,6 @@ class SlurmLauncher(JobLauncher):
     Ctrl-C ends the waiting and not the jobs; the same command waits for them again.
     """
 
-    NAME = "slurm"
-
     def __init__(self, sbatch_args: Sequence[str], poll_seconds: float, **options: Any) -> None:
         self.sbatch_args, self.poll_seconds, self.options = list(sbatch_args), poll_seconds, options
 
@@ -73,7 +72,11 @@ class SlurmLauncher(JobLauncher):
                     if not submitted:
                         raise
                     job.finish(str(error))
-            self.wait(submitted)
+            while submitted:
+                time.sleep(self.poll_seconds)
+                with suppress(TransientError):  # the controller is busy or being restarted; it keeps the jobs
+                    for job_id in submitted.keys() - queued_jobs().values():
+                        self.finish(job_id, submitted.pop(job_id))
         except KeyboardInterrupt:
             ids = " ".join(submitted)
             print(f"SLURM continues with {ids}: to end them, scancel {ids}; the same command waits again", flush=True)
@@ -82,32 +85,28 @@ class SlurmLauncher(JobLauncher):
     def submit(self, job: Job, queued: dict[str, str]) -> str:
         """Return the SLURM id of a job; it is not submitted again if its name is among the `queued` ones."""
         job_file, log = files_of(job)
-        if job_file.stem in queued:
-            print(f"{job.label}: already in SLURM as {queued[job_file.stem]}, {log}", flush=True)
-            return queued[job_file.stem]
+        if job_id := queued.get(job_file.stem):
+            print(f"{job.label}: already in SLURM as {job_id}, {log}", flush=True)
+            return job_id
         job_file.parent.mkdir(parents=True, exist_ok=True)
         write_job(job_file, to_builtins(job.config), job.run_dir)
         log.unlink(missing_ok=True)  # SLURM appends to it, because a job may be requeued
         options = {"job_name": job_file.stem, "output": log} | self.options
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
         script = config_dir().parent / "launch" / "slurm.sbatch"
-        job_id = slurm("sbatch", "--parsable", *flags, *self.sbatch_args, str(script), f"base={job_file}")
-        job_id = job_id.partition(";")[0]  # after it, the name of the cluster
+        answer = slurm("sbatch", "--parsable", *flags, *self.sbatch_args, str(script), f"base={job_file}")
+        job_id = answer.partition(";")[0]  # after it, the name of the cluster
         print(f"{job.label}: SLURM job {job_id}, {log}", flush=True)
         return job_id
 
-    def wait(self, submitted: dict[str, Job]) -> None:
-        """Finish each job when it ends and remove it from `submitted`, until there are none."""
-        while submitted:
-            time.sleep(self.poll_seconds)
-            try:
-                queued = set(queued_jobs().values())
-            except TransientError:  # the controller is busy or being restarted; it keeps the jobs
-                continue
-            for job_id in submitted.keys() - queued:
-                job = submitted.pop(job_id)
-                job.finish(failure_of(job_id, files_of(job)[1]))
-                print(f"{job.label}: {job.result if isinstance(job.result, Exception) else 'done'}", flush=True)
+    def finish(self, job_id: str, job: Job) -> None:
+        """Finish a job that has left the queue; if SLURM has no record of it, summary.json tells its result."""
+        log, state = files_of(job)[1], ""
+        with suppress(TransientError):
+            state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
+        failure = last_error(log) or f"SLURM job {job_id} ended as {state}, see {log}"
+        job.finish(None if state in ("COMPLETED", "") else failure)
+        print(f"{job.label}: {job.result if isinstance(job.result, Exception) else 'done'}", flush=True)
 
 
 def files_of(job: Job) -> tuple[Path, Path]:
@@ -116,18 +115,6 @@ def files_of(job: Job) -> tuple[Path, Path]:
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest[:12]}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
     return folder / f"{name}.json", folder / f"{name}.log"
-
-
-def failure_of(job_id: str, log: Path) -> str | None:
-    """Return why a job that has left the queue failed; None if it did not, or if SLURM has no record of it."""
-    try:
-        state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
-    except TransientError:
-        return None
-    if state in ("COMPLETED", ""):
-        return None
-    error = last_error(log.read_text(errors="replace")) if log.exists() else None
-    return error or f"SLURM job {job_id} ended as {state}, see {log}"
 
 
 def queued_jobs() -> dict[str, str]:
@@ -139,9 +126,7 @@ def queued_jobs() -> dict[str, str]:
 def slurm(*command: str) -> str:
     """Return the output of a SLURM command, run with this Python and outside of the job that this process may be in.
 
-    Raises:
-        ConfigError: it is not installed, or sbatch refuses the job.
-        TransientError: SLURM does not answer.
+    ConfigError if it is not installed or sbatch refuses the job, TransientError if SLURM does not answer.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
     variables = {"DDP_TRAINER_PYTHON": sys.executable} | kept

@@ -1,19 +1,29 @@
 """The check, before torchrun starts, that the nodes of a job can start together.
 
-The head (node 0) holds a TCPStore at the port where torchrun's store will listen, and the other nodes exchange signed
-messages with it there. The key is the secret that the nodes share; without one it is derived from their config, of
-which only keys and digests travel.
+The head (node 0) listens at the port where torchrun's store will listen. On each connection it sends a challenge; a
+node answers with a report and waits for the result. The key that signs them is derived from the secret that the nodes
+share; without one it is derived from their config, of which only keys and digests travel.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from ipaddress import ip_address
 from typing import Any
 
 from ddp_trainer.config.errors import ConfigError, TransientError
 
 SECRET, RDZV_ID = "DDP_TRAINER_JOB_SECRET", "rdzv_id"
+MAX_TEXT = 500
+IS_VALID: dict[Any, Callable[[Any], bool]] = {
+    str: lambda value: isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable(),
+    int: lambda value: type(value) is int and 0 <= value < 2**16,
+    float: lambda value: type(value) in (int, float) and 0 <= value < 1e11,
+    dict[str, str]: lambda value: isinstance(value, dict) and all(map(IS_VALID[str], [*value, *value.values()])),
+}
 
 
 class PortTakenError(TransientError):
@@ -37,20 +47,15 @@ class NodeInfo:
     config: dict[str, Any]
     """What must be the same on all nodes, by flat key: also SECRET and RDZV_ID."""
 
-    @property
-    def is_elastic(self) -> bool:
-        """Return whether nodes may come and go."""
-        return self.min_nodes < self.max_nodes
-
     def named(self, error: ConfigError | TransientError) -> ConfigError | TransientError:
         """Return `error` with the name of this node."""
         return type(error)(f"node {self.node_rank} ({self.address}): {error}")
 
-    def port_taken(self, program: str) -> PortTakenError:
-        """Return the error that `program` has the head's port."""
+    def port_taken(self) -> PortTakenError:
+        """Return the error that another program has the head's port."""
         return PortTakenError(
-            f"port {self.head[1]} is taken on the head {self.head[0]} by {program} (ss -ltnp there names it): end it, "
-            "or choose another port on all nodes"
+            f"port {self.head[1]} is taken on the head {self.head[0]} by another program or job (ss -ltnp there names "
+            "it): end it, or choose another port on all nodes"
         )
 
     def key(self) -> bytes:
@@ -76,3 +81,52 @@ class NodeInfo:
 
     def _digest(self, value: Any) -> bytes:
         return hmac.digest(self.config[SECRET].encode(), json.dumps(value, sort_keys=True).encode(), "sha256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A challenge, a report or a result; ValueError for a value that no node sends."""
+
+    rank: int
+    address: str
+    port: int
+    """A port that the system has chosen, as for ranks: the other side must be able to connect to it."""
+    nonce: str = ""
+    """A random word, which the signature of the answer covers: an answer that was recorded is not valid again."""
+    time: float = 0
+    settings: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+    """The code and text of `encode_error`; empty from a node that is ready, and if all start."""
+
+    def __post_init__(self) -> None:
+        if not all(IS_VALID[item.type](getattr(self, item.name)) for item in fields(self)):
+            raise ValueError("not a message of a node")
+        ip_address(self.address)
+
+    def encode(self, key: bytes, nonce: str = "") -> bytes:
+        """Return the line that the other side receives: signature, then JSON."""
+        body = json.dumps(asdict(self)).encode()
+        return hmac.digest(key, nonce.encode() + body, "sha256").hex().encode() + body + b"\n"
+
+
+async def receive(reader: asyncio.StreamReader, key: bytes, nonce: str, seconds: float) -> tuple[Message, bool]:
+    """Return the next message and whether it is signed with `key`; OSError or ValueError if none comes in time."""
+    async with asyncio.timeout(seconds):
+        line = await reader.readline()
+    try:
+        message = Message(**json.loads(line[64:]))
+    except (TypeError, RecursionError) as error:
+        raise ValueError("not a message of a node") from error
+    return message, hmac.compare_digest(line, message.encode(key, nonce))
+
+
+def encode_error(error: Exception | None) -> str:
+    """Return an error's exit code, and its text without control characters; empty for None."""
+    text = "".join(character if character.isprintable() else " " for character in str(error))
+    return f"{2 if isinstance(error, ConfigError) else 1} {text}"[:MAX_TEXT] if error else ""
+
+
+def raise_error(error: str) -> None:
+    """Raise what `encode_error` has encoded."""
+    if error:
+        raise (ConfigError if error[0] == "2" else TransientError)(error[2:])

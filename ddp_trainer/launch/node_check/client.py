@@ -1,16 +1,16 @@
-"""The node check on the other nodes: each reports to the head, compares itself with it, and reads the result."""
+"""The node check on the other nodes: each compares itself with the head, reports, and waits for the result."""
 
-import random
+import asyncio
+import os
 import secrets
-import socket
 import time
 from contextlib import closing
-from dataclasses import replace
+from datetime import timedelta
+from ipaddress import ip_address
 
 from ddp_trainer.config.errors import ConfigError, TransientError
-from ddp_trainer.launch.network import check_port, is_loopback, listen
-from ddp_trainer.launch.node_check import RDZV_ID, NodeInfo, PortTakenError, messages
-from ddp_trainer.launch.node_check.messages import HEAD, NODE, READ, READY, START, Board, Message
+from ddp_trainer.launch.network import ANSWER_SECONDS, call_with_timeout, check_port, connect, listen
+from ddp_trainer.launch.node_check import RDZV_ID, Message, NodeInfo, PortTakenError, encode_error, raise_error, receive
 
 CLOCK_SECONDS = 5.0
 """How far clocks may be apart: torchrun takes a node whose clock is 15 s behind for dead."""
@@ -18,106 +18,94 @@ OTHERS_SECONDS = 5.0
 """How long a node that finds another program, or a head with another key, waits for its own head to take its place."""
 
 
-def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
+async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
     """Return when all nodes can start, or this elastic job is running; raise why not. `error` is this node's own."""
-    report = Message(
-        nonce="", nodes={secrets.token_hex(8): str(node.node_rank)}, address=node.address, port=0, time=time.time(),
-        result=messages.encode_error(node.named(error)) if error else "",
-    )  # fmt: skip
-    key, result, deadline = node.key(), "", time.monotonic() + node.timeout
-    while not result:
+    key, result, deadline = node.key(), None, time.monotonic() + node.timeout
+    while result is None:
         try:
-            result = attempt(node, report, key)
+            result = await attempt(node, key, encode_error(error and node.named(error)))
         except (TransientError, ConfigError) as failure:
             if isinstance(failure, (PortTakenError, ConfigError)):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
             if time.monotonic() > deadline:
                 raise node.named(error or failure) from None
-            time.sleep(0.3)
-    messages.check_result(result)
+            await asyncio.sleep(0.3)
+    raise_error(result)
 
 
-def attempt(node: NodeInfo, report: Message, key: bytes) -> str:
-    """Connect to the head and return its result; what this raises may be different the next time."""
+async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
+    """Connect to the head and return the result; what this raises may be different the next time."""
     try:
-        socket.create_connection(node.head, timeout=4).close()  # the kernel needs 3 s to find that no host is there
-    except OSError as error:
-        raise no_connection(node, error) from None
-    try:
-        board = Board(messages.open_store(node.head), key)
-    except OSError:
-        raise node.port_taken("another program") from None
-    try:
-        if not board.read(HEAD):
-            return join_running_job(node, board, report)
-        with closing(listen(node.address, 0)) as own_port:
-            return follow(node, board, replace(report, port=own_port.getsockname()[1]))
-    except OSError:
-        raise TransientError(
-            f"the head at {node.head[0]} has ended before all nodes had come: see its output"
-        ) from None
+        reader, writer = await connect(*node.head)
+    except OSError as failure:
+        raise no_connection(node, failure) from None
+    with closing(writer), listen(node.address, 0) as own_port:
+        try:
+            challenge, is_signed = await receive(reader, key, "", ANSWER_SECONDS)
+        except (OSError, ValueError) as failure:
+            if isinstance(failure, TimeoutError) and is_running(node):  # a TCPStore waits for its clients to speak
+                return ""
+            raise node.port_taken() from None
+        if is_signed:
+            error = error or await compare(node, challenge)
+        nonce, port = secrets.token_hex(16), own_port.getsockname()[1]
+        report = Message(rank=node.node_rank, address=node.address, port=port, nonce=nonce, error=error)
+        writer.write(report.encode(key if is_signed else b"", challenge.nonce))
+        if not is_signed:  # the report tells the head only that this node was there
+            node.check_settings(challenge.settings)
+            raise node.port_taken()
+        try:
+            result, is_signed = await receive(reader, key, nonce, node.timeout + 10)
+        except (OSError, ValueError):
+            result = None
+    if result is None or not is_signed:
+        raise TransientError(f"the head at {node.head[0]} has ended, or does not answer any more: see its output")
+    if result.error in ("", error):
+        return result.error
+    return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}"
 
 
-def follow(node: NodeInfo, board: Board, report: Message) -> str:
-    """Exchange messages with the head and return its result; OSError if the store is gone."""
-    end, known_as = time.monotonic() + 2 * node.timeout, {}
-    while time.monotonic() < end:
-        head = board.read(HEAD, nodes=known_as)
-        if head and report.nodes.items() <= head.nodes.items():
-            known_as = report.nodes  # from now on: a message without them is one of an earlier start
-            report = replace(report, result=report.result or compare(node, head, asked=report.time))
-        if head:
-            result = head.result if known_as else ""
-            message = replace(report, nonce=head.nonce, result=READ if result else report.result)
-            board.publish(f"{NODE}{node.node_rank}", message, nonce=head.nonce)
-            if result:
-                is_own = result in (START, report.result)
-                return result if is_own else f"{result[:2]}node {node.node_rank}: stopped by the head: {result[2:]}"
-        time.sleep(random.uniform(0.05, 0.15))  # not in step with another node of the same rank
-    raise TransientError(f"the head at {node.head[0]} does not answer: is it still up?")
-
-
-def compare(node: NodeInfo, head: Message, *, asked: float) -> str:
-    """Return READY, or the error that keeps this node from starting with the head.
-
-    The head has sent its message after `asked` and before now, by this node's clock.
-    """
-    uncertainty = (time.time() - asked) / 2
-    behind = head.time - asked - uncertainty
+async def compare(node: NodeInfo, head: Message) -> str:
+    """Return the error that keeps this node from starting with the head, empty if there is none."""
+    behind = head.time - time.time()
     try:
         node.check_settings(head.settings)
-        if abs(behind) > CLOCK_SECONDS + uncertainty:
+        if abs(behind) > CLOCK_SECONDS:
             raise TransientError(
                 f"its clock is {abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the head's, and torchrun "
                 "takes a node that is 15 s behind for dead: set the clocks of all nodes (chrony or ntp)"
             )
-        check_port(node.head[0], head.port, "it cannot reach the head")
+        await check_port(head.address, head.port, "it cannot reach the head")
     except (ConfigError, TransientError) as error:
-        return messages.encode_error(node.named(error))
-    return READY
+        return encode_error(node.named(error))
+    return ""
 
 
-def join_running_job(node: NodeInfo, board: Board, report: Message) -> str:
-    """Return START if this elastic job is running; raise why else the store has no message for this node."""
-    if head := board.read_untrusted(HEAD):
-        board.publish(f"{NODE}{node.node_rank}", report)
-        node.check_settings(head.settings)
-        raise ConfigError("the messages of the head cannot be verified: does another program write to its store?")
-    if node.is_elastic and board.get(f"torch.rendezvous.{node.config[RDZV_ID]}"):
-        time.sleep(1)
-        if not board.read(HEAD):  # otherwise another program has written to the head's store
-            return START
-    raise node.port_taken("the rendezvous of another job")
+def is_running(node: NodeInfo) -> bool:
+    """Return whether torchrun's store of this elastic job is at the head's port."""
+    if node.min_nodes == node.max_nodes:
+        return False
+    from torch.distributed import TCPStore  # takes seconds
+
+    def has_rendezvous() -> bool:
+        store = TCPStore(*node.head, wait_for_workers=False, timeout=timedelta(seconds=1))
+        return store.check([f"torch.rendezvous.{node.config[RDZV_ID]}"])
+
+    try:
+        return call_with_timeout(has_rendezvous, ANSWER_SECONDS)  # torch itself can wait for ever
+    except (OSError, RuntimeError, ValueError, MemoryError):  # what torch makes of a wrong answer
+        return False
 
 
 def no_connection(node: NodeInfo, error: OSError) -> TransientError:
     """Return the error that the head cannot be reached."""
     target, seconds = "{}:{}".format(*node.head), f"{node.timeout:.0f} s"
     if isinstance(error, ConnectionError):
-        hint = ", and that is each host's own address" if is_loopback(node.head[0]) else ""
+        hint = ", and that is each host's own address" if ip_address(node.head[0]).is_loopback else ""
         text = f"nothing listened at {target} for {seconds}{hint}: start node 0 there within {seconds} of this node"
     elif isinstance(error, TimeoutError):
         text = f"{target} does not answer, packets are dropped: let the firewalls on the way pass this port"
     else:
-        text = f"{target} cannot be reached ({error.strerror}): is the head up, and does ip route lead to it?"
+        reason = os.strerror(error.errno or 0)
+        text = f"{target} cannot be reached ({reason}): is the head up, and does ip route lead to it?"
     return TransientError(text)

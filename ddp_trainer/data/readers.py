@@ -1,4 +1,4 @@
-"""`SampleReader`: batches of a map-style data set, whose samples are read ahead by threads."""
+"""Readers of batches: of images in memory, and of a map-style data set, whose samples are read ahead by threads."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -10,11 +10,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_trainer.data.dataset import num_samples, read_sample, sample_name
+from ddp_trainer.data.dataset import ImageTensors, num_samples, read_sample, sample_name
 
 BATCHES_AHEAD = 2
 
 Sample = tuple[Tensor, int]
+
+
+class ResidentReader:
+    """Reads batches of images that stay in memory, on the device where there is one."""
+
+    def __init__(self, images: ImageTensors, *, device: torch.device) -> None:
+        self.pixels, self.labels = images.images.to(device), images.labels.to(device)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield uint8 [B, C, H, W] and int64 [B], on the device, for each int64 [B] of sample ids."""
+        for ids in batches:
+            on_device = ids.to(self.labels.device, non_blocking=True)
+            yield self.pixels[on_device], self.labels[on_device]
 
 
 class SampleReader:
@@ -61,3 +77,6 @@ class SampleReader:
         if not 0 <= label < self.num_classes:
             raise ValueError(f"{name} has the label {label}: labels must be 0 to {self.num_classes - 1}")
         return image, label
+
+
+Reader = ResidentReader | SampleReader
