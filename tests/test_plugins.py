@@ -246,10 +246,10 @@ FLOATS = [(image / 255, 0) for image in IMAGES]
 @pytest.mark.parametrize(
     ("train", "evaluation", "message"),
     [
-        (ImageTensors(IMAGES.float(), LABELS), GOOD, "images must be uint8 [N, C, H, W] and are torch.float32 [6, 1, "),
-        (ImageTensors(IMAGES[0], LABELS), GOOD, "images must be uint8 [N, C, H, W] and are torch.uint8 [1, 8, 8]"),
-        (GOOD, ImageTensors(IMAGES, LABELS[:5]), "labels must be int64 [6] and are torch.int64 [5]"),
-        (ImageTensors(IMAGES, LABELS + 1), GOOD, "labels must be 0 to 2 and are 1 to 3"),
+        (ImageTensors(IMAGES.float(), LABELS), GOOD, "train images must be uint8 [N, C, H, W] and are torch.float32 ["),
+        (ImageTensors(IMAGES[0], LABELS), GOOD, "train images must be uint8 [N, C, H, W] and are torch.uint8 [1, 8, "),
+        (GOOD, ImageTensors(IMAGES, LABELS[:5]), "eval labels must be int64 [6] and are torch.int64 [5]"),
+        (ImageTensors(IMAGES, LABELS + 1), GOOD, "train labels must be 0 to 2 and are 1 to 3"),
         (GOOD, ImageTensors(IMAGES[:0], LABELS[:0]), "eval has no sample"),
         (iter([]), GOOD, "train must be ImageTensors or a map-style data set, and has no length"),
         (GOOD, ImageTensors(IMAGES[..., :6], LABELS), "images must have one shape: train has (1, 8, 8) and eval (1, 8"),

@@ -68,8 +68,7 @@ def main(words: Sequence[str]) -> None:
 def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
     """Print the findings on rank 0, and exit with 2 on all ranks if one is an error. Collective."""
     environment = read_environment()
-    with process_group(environment, device=config.device, backend=config.backend, num_threads=config.num_threads,
-                       timeout_seconds=config.timeout_seconds) as world:  # fmt: skip
+    with process_group(environment, **config.process_group) as world:
         findings = examine(world, environment, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
     errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
     if world.is_main:

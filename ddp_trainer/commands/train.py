@@ -63,8 +63,7 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
         from ddp_trainer.training.run import run
         from ddp_trainer.training.summary import Status
     if sweep is not None:
-        names = ("device", "backend", "num_threads", "timeout_seconds")
-        sweep.enter_context(process_group(environment, **{name: getattr(config, name) for name in names}))
+        sweep.enter_context(process_group(environment, **config.process_group))
     summary = run(config, run_dir)
     if sweep is not None and summary.status is Status.stopped:
         raise EndSweep

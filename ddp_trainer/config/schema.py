@@ -144,6 +144,11 @@ class Config:
                 "its name as it is",
             )
 
+    @property
+    def process_group(self) -> dict[str, Any]:
+        """The keyword arguments of `process_group`."""
+        return {key: getattr(self, key) for key in ("device", "backend", "num_threads", "timeout_seconds")}
+
     def choices(self) -> list[tuple[str, str, Any]]:
         """Return (group, key, schema object) of what is chosen; of loggers there may be several."""
         single = [(group, group, getattr(self, group)) for group in registry.groups() if group != "logger"]

@@ -59,15 +59,7 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
         data = read_data(config.data, global_batch_size=config.global_batch_size)
     except (ConfigError, TransientError) as error:
         data = error  # all ranks raise it together, below
-    world = stack.enter_context(
-        process_group(
-            environment,
-            device=config.device,
-            backend=config.backend,
-            num_threads=config.num_threads,
-            timeout_seconds=config.timeout_seconds,
-        )
-    )
+    world = stack.enter_context(process_group(environment, **config.process_group))
     versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
     check_same("versions other than those", versions, world, fix="install the same on all nodes")
     check_same("a config other than that", flatten_keys(to_builtins(config)), world, fix="use one command line")

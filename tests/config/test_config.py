@@ -1,5 +1,7 @@
 """Configs: every choice composes, equal ones have equal digests, and a run knows what changed."""
 
+import math
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,7 +13,7 @@ from ddp_trainer import registry
 from ddp_trainer.commands.options import field_docstrings
 from ddp_trainer.config.composition import config_digest, config_dir, to_builtins, training_changes
 from ddp_trainer.config.data import AugmentConfig
-from ddp_trainer.config.errors import ConfigError, flatten_keys
+from ddp_trainer.config.errors import ConfigError, check_values, flatten_keys
 from ddp_trainer.config.messages import in_words, known_keys
 from ddp_trainer.config.models import ModelConfig
 from ddp_trainer.config.schema import CheckpointConfig, Config, Resume
@@ -129,3 +131,28 @@ def test_every_key_has_a_description() -> None:
 def test_a_schema_that_is_not_registered_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^model(\.name)?=vgg "):
         Config(model=ModelConfig(name="vgg"))
+
+
+SCHEMAS = [
+    Config,
+    CheckpointConfig,
+    AugmentConfig,
+    *(c.schema for g in registry.groups() for c in registry.choices(g).values()),
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
+def test_every_rule_of_a_field_holds(schema: type) -> None:
+    check_values(schema())
+
+    def refuse(name: str, value: float, rule: str) -> None:
+        section = schema()
+        setattr(section, name, value)
+        with pytest.raises(ConfigError, match=rf"^x\.{name}={value} must be {rule}"):
+            check_values(section, "x.")
+
+    for field in fields(schema):
+        if "holds" in field.metadata:
+            refuse(field.name, -1, re.escape(field.metadata["must_be"]))  # every rule so far refuses it
+        if isinstance(getattr(schema(), field.name), float):
+            refuse(field.name, math.inf, "")
