@@ -88,7 +88,7 @@ ONE_ARGUMENT = [
     "data.augment.random_crop_padding=-1 must be 0 or more",
     "data.augment.random_erasing=2.0 must be in [0, 1]",
     "data.mean=[nan] must be finite",
-    "data.std=[0.0] must be greater than 0 in every channel",
+    "data.std=[0.0] must be at least 1e-6 in every channel",
     "data.validation_fraction=1.0 must be in [0, 1)",
     "sync.bucket_cap_mb=0 must be auto or 1 to 1048576",
 ]
@@ -228,6 +228,7 @@ def test_all_ranks_refuse_and_rank_0_prints_why(tmp_path: Path) -> None:
         ("device=cuda",): "device=cuda needs a GPU and none is visible: ",
         ("data.height=4",): "model=lenet needs images of at least 8×8 pixels",
         ("resume=must",): "resume=must needs a checkpoint and ",
+        ("model=resnet18", "model.stem=imagenet", "global_batch_size=3"): "global_batch_size=3 gives a rank one image ",
         (f"output_dir={tmp_path}/file",): f"output_dir={tmp_path}/file must be a folder that can be written: there is ",
     }
     errors = refused_on_two_ranks(*((*TINY, f"output_dir={tmp_path}", *overrides) for overrides in expected))

@@ -1,11 +1,8 @@
 """The run directory: locked by one launch at a time, and only for the config that it was made for."""
 
 import errno
-import fcntl
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from io import BufferedWriter
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import yaml
 from ddp_trainer.config.composition import training_changes
 from ddp_trainer.config.errors import ConfigError, TransientError, require
 from ddp_trainer.config.schema import Resume
-from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.files import lock_file, replace_text
 
 LOCK_SECONDS = 3.0
 """How long a launch waits for the lock: a killed predecessor may take a moment to end."""
@@ -42,7 +39,9 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
     with ExitStack() as stack:
         try:
             run_dir.parent.mkdir(parents=True, exist_ok=True)
-            _lock(stack.enter_context(open(run_dir.with_name(f".{run_dir.name}.lock"), "ab")), run_dir)
+            holder = f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
+            lock = run_dir.with_name(f".{run_dir.name}.lock")
+            stack.enter_context(lock_file(lock, seconds=LOCK_SECONDS, holder=holder))
             backup_dir = _rename(run_dir) if resume is Resume.never and run_dir.exists() else None
             run_dir.mkdir(exist_ok=True)
             path = run_dir / "config.yaml"
@@ -54,24 +53,6 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
             problem = "there is a file of that name" if error.errno == errno.EEXIST else error
             raise kind(f"output_dir={run_dir.parent} must be a folder that can be written: {problem}") from error
         yield backup_dir
-
-
-def _lock(file: BufferedWriter, run_dir: Path) -> None:
-    """Lock `file` until it is closed; TransientError if another process holds the lock."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                fix = "wait for it, stop it, or choose name=…"
-                raise TransientError(f"another launch is running in {run_dir}: {fix}") from None
-            time.sleep(0.1)
-        except OSError as error:
-            raise TransientError(
-                f"{run_dir.parent} cannot be locked ({error.strerror}): mount the file system with locks (Lustre: "
-                "-o flock), or set output_dir to another one"
-            ) from error
 
 
 def has_checkpoint(run_dir: Path) -> bool:

@@ -43,11 +43,12 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
+        check_values(self, "data.")
         require(
             len(self.mean) == len(self.std) > 0,
             f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
         )
-        require(all(s > 0 for s in self.std), f"data.std={self.std} must be greater than 0 in every channel")
+        require(all(s >= 1e-6 for s in self.std), f"data.std={self.std} must be at least 1e-6 in every channel")
 
     @property
     def eval_split(self) -> str:
@@ -100,7 +101,6 @@ class SyntheticConfig(DataConfig):
     """Seed of the random images."""
 
     def __post_init__(self) -> None:
-        check_values(self, "data.")  # before the sizes are compared
         DataConfig.__post_init__(self)
         require(
             len(self.mean) == self.channels,

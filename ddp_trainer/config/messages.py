@@ -49,18 +49,26 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
             override.type is not OverrideType.ADD or key not in known,
             f"{text} adds a key that exists: write {key}=… to change it",
         )
+        value = "" if override.is_sweep_override() else override.value()
+        require(not isinstance(value, int) or abs(value) < 2**63, f"{text} must be below 2^63")
         if key in (*registry.groups(), "experiment"):
-            value = None if override.is_sweep_override() else override.value()
             names = value if isinstance(value, list) else [value]
             are_names = all(isinstance(name, str) and name != "???" for name in names)
-            require(are_names or override.is_sweep_override(), f"{text} is not a valid choice: {choose(key)}")
+            require(are_names, f"{text} is not a valid choice: {choose(key)}")
         require(not key.startswith("experiment."), f"{text} is unknown: set the key itself, without experiment.")
         group, _, name = key.rpartition(".")
         require(name != "name" or group not in registry.groups(), f"{text} cannot be set: choose with {group}=…")
+        is_list = get_origin(known.get(group, (None,))[0]) is list
+        require(not is_list or name.isdecimal(), f"{text} is unknown: {group} is a list, {group}=[…]")
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
     """Return in one line what is wrong; `arguments` are those of the command line, to quote from."""
+    text = _explain(error, arguments)
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def _explain(error: BaseException, arguments: Sequence[str]) -> str:
     cause = error.__cause__ or error.__context__
     match error:
         case ConfigError() | TransientError() | registry.PluginError():
@@ -70,7 +78,7 @@ def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> 
         case MissingConfigException():
             return _unknown_choice(error)
         case ConfigCompositionException() if isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
-            return _file(error) + format_config_error(cause, arguments)
+            return _file(error) + _explain(cause, arguments)
         case ConfigKeyError() | ConfigAttributeError():
             return _unknown_key(error, arguments)
         case MissingMandatoryValue():

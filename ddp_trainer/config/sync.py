@@ -1,5 +1,6 @@
 """The group ``sync``: how the replicas of a model are kept equal."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
@@ -13,6 +14,12 @@ CAPS_MB = (25, 4)
 MAX_CAP_MB = 2**20
 MIN_BUCKETS = 8
 """bucket_cap_mb=auto is the largest cap that gives so many buckets: with fewer, less communication overlaps."""
+
+
+DEVICES = rule(
+    "a list of cpu, or of cuda:0, cuda:1 and so on",
+    lambda names: re.fullmatch(r"(cpu ?)+|(cuda:\d+ ?)+", " ".join(map(str, names))) is not None,
+)
 
 
 def is_cap(value: int | str) -> bool:
@@ -131,16 +138,8 @@ class ReplicasConfig(SyncConfig):
     single_process: ClassVar[bool] = True
 
     name: str = "replicas"
-    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata=FREE)
+    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata=FREE | DEVICES)
     """The device of each replica: all cpu, or cuda:0, cuda:1 and so on."""
-
-    def __post_init__(self) -> None:
-        is_cpu = all(device == "cpu" for device in self.devices)
-        is_cuda = all(device.startswith("cuda:") and device[5:].isdecimal() for device in self.devices)
-        require(
-            len(self.devices) > 0 and (is_cpu or is_cuda),
-            f"sync.devices={self.devices} must all be cpu, or all be cuda:0, cuda:1 and so on",
-        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -76,7 +76,12 @@ def build_datasets(config: DataConfig) -> Datasets:
     Raises:
         ConfigError: a file is missing or damaged, or the images do not fit the config.
     """
-    datasets = registry.build("data", config, returns=Datasets)
+    try:
+        datasets = registry.build("data", config, returns=Datasets)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(f"data={config.name} does not fit into the memory of this host") from error
     try:
         datasets.check()
     except ValueError as error:

@@ -1,10 +1,14 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and locks."""
 
+import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
+
+from ddp_trainer.config.errors import TransientError
 
 
 @contextmanager
@@ -26,3 +30,27 @@ def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` by `replace_file`."""
     with replace_file(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
+    """Lock `path` inside the context; TransientError, with the text `holder`, if another process has it for so long.
+
+    The kernel releases the lock when this process ends, however it ends.
+    """
+    with open(path, "ab") as file:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TransientError(holder) from None
+                time.sleep(0.1)
+            except OSError as error:
+                raise TransientError(
+                    f"{path.parent} cannot be locked ({error.strerror}): mount the file system with locks (Lustre: "
+                    "-o flock), or choose another folder"
+                ) from error
+        yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.schema import OnNonfinite, Precision
 from ddp_trainer.distributed.process_group import World
@@ -55,7 +55,7 @@ class TrainStep:
         model: nn.Module,
         sync: GradientSync,
         optimizer: Optimizer,
-        scheduler: LRScheduler,
+        scheduler: LambdaLR,
         *,
         settings: StepSettings,
         world: World,
@@ -180,5 +180,10 @@ class TrainStep:
         self.optimizer.load_state_dict(state["optimizer"])
         match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
+        # The state has the next learning rate of the old schedule; with more epochs than before there is another.
+        for group, lr, factor in zip(
+            self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = lr * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
         self.count = state["step"]

@@ -10,7 +10,7 @@ from ddp_trainer.checkpoint.file import State
 from ddp_trainer.checkpoint.run_dir import check_changes
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import require
+from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Config, OnNonfinite
 from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
@@ -83,10 +83,20 @@ class Trainer:
 
     def prime(self) -> None:
         """Run the passes of `TrainStep.prime_ddp` on black images; ConfigError if the model does not return logits."""
-        is_exact = self.config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
-        count = self.loaders.sampler.local_batch_size // self.config.gradient_accumulation_steps if is_exact else 2
+        config, passes = self.config, self.config.gradient_accumulation_steps
+        smallest = config.global_batch_size // self.world.world_size // passes  # of the batches of a pass, on any rank
+        is_exact = config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
+        count = self.loaders.sampler.local_batch_size // passes if is_exact else min(2, smallest)
         black = torch.zeros(count, *self.loaders.image_shape, dtype=torch.uint8, device=self.world.device)
-        shape = list(self.train_step.prime_ddp(self.loaders.train.normalize(black)))
+        try:
+            shape = list(self.train_step.prime_ddp(self.loaders.train.normalize(black)))
+        except ValueError as error:  # BatchNorm has no variance of one value
+            if smallest > 1:
+                raise
+            raise ConfigError(
+                f"global_batch_size={config.global_batch_size} gives a rank one image in a pass, and "
+                f"model={config.model.name} cannot train on one ({error}): raise it, or start fewer ranks"
+            ) from error
         expected = [count, len(self.loaders.class_names)]
         require(
             shape == expected,

@@ -1,6 +1,5 @@
 """Fashion-MNIST: from a folder, from Debian's package, or downloaded once per node."""
 
-import fcntl
 import os
 import socket
 import tempfile
@@ -10,11 +9,14 @@ from pathlib import Path
 import torch
 
 from ddp_trainer.config.data import FashionMnistConfig
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError, TransientError, require
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.datasets.idx import KINDS, find_idx, read_split
+from ddp_trainer.distributed.files import lock_file
 
 NETWORK_SECONDS = 30.0
+LOCK_SECONDS = 600.0
+"""How long a rank waits for another one that downloads."""
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FILES = tuple(f"{split}-{kind}-idx{number}-ubyte" for split in ("train", "t10k") for number, kind in KINDS.items())
 CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
@@ -60,6 +62,8 @@ def locate(data_root: str | None) -> Path:
             return folder
     try:
         download(cache)
+    except TransientError:
+        raise
     except (OSError, RuntimeError, HTTPException) as error:  # torchvision raises each of them
         raise ConfigError(
             "data=fashion_mnist is missing and the download failed. Three ways: set data.root to a folder with the "
@@ -74,8 +78,8 @@ def download(folder: Path) -> None:
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.parent / f"{folder.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the process that holds it ends by itself: its reads have a time limit
+    holder = f"{folder} has been downloaded by another process for {LOCK_SECONDS:.0f} s: is it still alive?"
+    with lock_file(folder.parent / f"{folder.name}.lock", seconds=LOCK_SECONDS, holder=holder):
         if folder.is_dir():
             return
         limit = socket.getdefaulttimeout()

@@ -1,0 +1,103 @@
+"""Hostile overrides: each is accepted, or is one line that a terminal can show, and exit code 2."""
+
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import TINY, compose, read_summary, run_command
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_trainer import registry
+from ddp_trainer.commands import COMMANDS
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.messages import format_config_error, known_keys
+
+VALUES = [
+    "", "null", "nan", "inf", "-inf", "-1", "0", "1.5", "true", "text", "9" * 400, str(2**63), "1e308", "1e-320",
+    "[]", "[[0.5]]", "[1e-320]", "[nan]", "[null]", "[cpu,cpu:abc]", "[cuda:x]", "{}", "{a:1}", "???", "${foo}",
+    "${seed}", "${oc.env:HOME}", "'\n'", "'\x1b[31m'", "'a b'", "'a=b'", "~nosuchuser/x", "/dev/null", "1_000", "0x10",
+    "!!python/object:x",
+]  # fmt: skip
+MORE_KEYS = ["experiment", "experiment.epochs", "data.mean.x", "foo.bar", "hydra.job.x"]
+
+
+def hostile_overrides(count: int) -> list[list[str]]:
+    """Return a random choice of keys and values, each with the choice of a group that has the key."""
+
+    def pairs() -> Iterator[list[str]]:
+        for key in [*known_keys(), *MORE_KEYS]:
+            group, _, name = key.partition(".")
+            choices = registry.choices(group).values() if group in registry.groups() and group != "logger" else ()
+            with_key = [f"{group}={c.name}" for c in choices if name.partition(".")[0] in c.schema.__dataclass_fields__]
+            yield from ([*with_key[:1], f"{key}={value}"] for value in VALUES)
+
+    return random.Random(0).sample(list(pairs()), count)
+
+
+def assert_is_one_line(message: str) -> None:
+    assert message.isprintable()
+    assert 10 < len(message) < 1000
+
+
+def test_adversary_overrides_compose_or_are_one_line(tally: list) -> None:
+    accepted, cases = 0, hostile_overrides(300)
+    for case in cases:
+        try:
+            compose(*case)
+            accepted += 1
+        except (ConfigError, OmegaConfBaseException, HydraException) as error:
+            assert_is_one_line(format_config_error(error, case))
+    tally.append(("hostile overrides composed", len(cases), f"{accepted} accepted, the others are one line"))
+    assert 0 < accepted < len(cases) / 2
+
+
+def run_with(number: int, overrides: list[str], folder: Path) -> tuple[int, str]:
+    """Return exit code and output of one training step on a tiny data set."""
+    own = [*TINY, "max_steps=1", f"output_dir={folder}", f"name=run-{number}"]
+    # An override of a key replaces ours, and one of a choice goes before its keys.
+    keys = {override.partition("=")[0] for override in overrides}
+    words = [word for word in own if word.partition("=")[0] not in keys]
+    if any(override.startswith(("data=", "data.")) for override in overrides):
+        words = [word for word in words if not word.startswith(("data=", "data.", "model="))]
+    if overrides[0] in COMMANDS:
+        words = []
+    done = run_command([sys.executable, "-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder)
+    return done.code, done.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path, tally: list) -> None:
+    cases = [*hostile_overrides(40), *map(str.split, LINES)]
+    folders = [tmp_path / str(number) for number in range(len(cases))]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run_with, range(len(cases)), cases, folders))
+    trained = 0
+    for number, ((code, output), case, folder) in enumerate(zip(results, cases, folders, strict=True)):
+        if code == 0:
+            trained += 1
+            [summary] = folder.glob("**/summary.json")
+            assert read_summary(summary.parent)["steps"] == 1, case
+        else:
+            assert (code, output.count("\n")) == (2, 1), (case, output)
+            assert output.startswith("error: "), (case, output)
+            assert_is_one_line(output.rstrip("\n"))
+    assert trained >= 5
+    tally.append(("hostile command lines", len(cases), f"{trained} trained, the others are one line and exit 2"))
+
+
+LINES = [
+    "output_dir=~nosuchuser/x", "data=fashion_mnist data.root=~nosuchuser", "timeout_seconds=99999999999999999999",
+    "sync=replicas sync.devices=[cpu,cpu:abc]", "sync=replicas sync.devices=[[cpu]]", "sync=replicas sync.devices=cpu",
+    "scheduler=step scheduler.gamma=1e308", "data.std=[1e-320]", "data.mean=[[0.5]]", "experiment={}",
+    "data=synthetic data.height=1000000 data.width=1000000", "sync.bucket_cap_mb=99999999999999999999",
+    "verify nowhere", "freeze", "plan ranks=0", "name='a=b'", "output_dir='a=b'", "logger=[]", "epochs=1_000",
+    "checkpoint.every_seconds=1e-320",
+]  # fmt: skip
+"""Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and valid."""

@@ -1,0 +1,123 @@
+"""A program that can connect to the ports of a job, and writes pickles to every store that it finds there."""
+
+import base64
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import TINY, clean_environment, torchrun
+from torch.distributed import DistError, TCPStore
+
+from ddp_trainer.launch.network import call_with_timeout
+
+ROOT = Path(__file__).parents[2]
+WAYS = {
+    "python": [sys.executable, "-m", "ddp_trainer"],
+    "torchrun with a port": [*torchrun(2), "-m", "ddp_trainer"],
+    "local.sh": [str(ROOT / "launch/local.sh")],
+    "multinode.sh": [str(ROOT / "launch/multinode.sh")],
+    "a sweep": [sys.executable, "-m", "ddp_trainer", "--multirun", "hydra/launcher=torchrun", "seed=1"],
+}
+"""The documented ways to start a job that is not elastic. (slurm.sbatch runs torchrun as multinode.sh does.)"""
+SECONDS = 10.0
+"""How long the attack lasts: torchrun's elastic rendezvous reads its state every 5 seconds."""
+
+
+class Touch:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (os.mknod, (str(self.path),))
+
+
+def processes_of(tmp_path: Path) -> Iterator[Path]:
+    """Yield the folders in /proc of all processes that were started with this test's mark in their environment."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if f"ATTACKED={tmp_path}\0".encode() in (folder / "environ").read_bytes():
+                yield folder
+
+
+def listening_ports(tmp_path: Path) -> Iterator[int]:
+    """Yield the TCP ports at which a job listens."""
+    inodes = set()
+    for folder in processes_of(tmp_path):
+        with suppress(OSError):
+            inodes |= {os.readlink(link)[8:-1] for link in (folder / "fd").iterdir()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                yield int(words[1].rpartition(":")[2], 16)
+
+
+def overwrite(port: int, value: str, *, everything: bool) -> int:
+    """Write `value` to the keys of elastic rendezvous in a store, or to all keys; return how many there are."""
+    store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=1))
+    keys = store.list_keys()
+    chosen = [key for key in keys if re.fullmatch(r"torch\.rendezvous\.[^/]*", key)] or (keys if everything else [])
+    for key in chosen:
+        store.set(key, value)
+    return len(chosen)
+
+
+def attack(tmp_path: Path, marker: Path) -> int:
+    """Overwrite what the stores of a job hold, until `marker` exists; return the number of values."""
+    pickled = pickle.dumps(Touch(marker))
+    end, count = time.monotonic() + SECONDS, 0
+    while time.monotonic() < end and not marker.exists():
+        # The rest breaks a job, which then reads nothing more: not before it has run for some time.
+        is_late = time.monotonic() > end - SECONDS / 2
+        value = (base64.b64encode(pickled) if count % 2 == 0 else pickled).decode("latin-1")
+        for port in set(listening_ports(tmp_path)):
+            with suppress(TimeoutError, DistError, RuntimeError, ValueError):  # no store, or one that ends with its job
+                count += call_with_timeout(partial(overwrite, port, value, everything=is_late), 2)
+        time.sleep(0.2)
+    return count
+
+
+def attacked(command: list[str], tmp_path: Path) -> tuple[bool, int]:
+    """Return whether a job ran what the attack wrote, and the number of values that it wrote."""
+    marker = tmp_path / "executed"
+    port = torchrun(1)[-1].partition("=")[2]  # a free one
+    variables = clean_environment(
+        ATTACKED=str(tmp_path), NPROC="2", NODE_RANK="0", NNODES="1", HEAD="127.0.0.1", PORT=port, PYTHON=sys.executable
+    )
+    with subprocess.Popen(
+        [*command, *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"], env=variables,
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as job:  # fmt: skip
+        try:
+            count = attack(tmp_path, marker)
+        finally:
+            for folder in processes_of(tmp_path):
+                with suppress(ProcessLookupError):
+                    os.kill(int(folder.name), signal.SIGKILL)
+            job.kill()
+    return marker.exists(), count
+
+
+def test_the_attack_works_where_torchrun_uses_pickles(tmp_path: Path) -> None:
+    unsafe = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_trainer"]
+    assert attacked(unsafe, tmp_path)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_that_was_written_to_a_store_is_executed(way: str, tmp_path: Path, tally: list) -> None:
+    executed, count = attacked(WAYS[way], tmp_path)
+    tally.append((f"pickles in the stores of {way}", count, "executed" if executed else "nothing was executed"))
+    assert not executed
+    assert count > 0 or way == "python"  # one process without a store
