@@ -54,6 +54,7 @@ run_torchrun() {
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or torch warns of addresses that have no name
     export DDP_TRAINER_STOP_FILE=${DDP_TRAINER_STOP_FILE:-$work/stop}
     trap 'interrupted=1; stop' INT TERM
+    trap '' HUP # of a terminal that was closed: it ends no training
     # setpriv: torchrun, and with it the ranks, ends too when this script is killed
     setsid setpriv --pdeathsig TERM -- "$python" -m ddp_trainer.launch.agent --nproc-per-node="$ranks" \
         --log-dir="$work/torchrun" "$@" "${program[@]}" </dev/null &

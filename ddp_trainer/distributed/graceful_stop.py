@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from ddp_trainer.config.errors import ConfigError
 
@@ -14,12 +14,13 @@ from ddp_trainer.config.errors import ConfigError
 class GracefulStop:
     """A flag that is set by SIGTERM, by SIGINT, or by a file that appears; ConfigError if its folder is unreadable.
 
-    A second SIGINT within a second ends the process at once. Use as a context manager: leaving it restores the former
-    signal handlers, and `is_set` keeps its value.
+    A second SIGINT within a second ends the process at once. SIGHUP, of a terminal that was closed, is ignored; under
+    plain torchrun it stops too, because torchrun then ends its ranks. Use as a context manager: leaving it restores the
+    former signal handlers, and `is_set` keeps its value.
     """
 
-    def __init__(self, stop_file: Path | None = None) -> None:
-        self.stop_file, self.is_set = stop_file, False
+    def __init__(self, stop_file: Path | None = None, *, under_torchrun: bool = False) -> None:
+        self.stop_file, self.under_torchrun, self.is_set = stop_file, under_torchrun, False
         self._last_interrupt = float("-inf")
         try:
             with suppress(FileNotFoundError):
@@ -31,7 +32,10 @@ class GracefulStop:
             ) from error
 
     def __enter__(self) -> Self:
-        self._former = [(number, signal.signal(number, self._handle)) for number in (signal.SIGTERM, signal.SIGINT)]
+        handlers: dict[int, Any] = {signal.SIGTERM: self._handle, signal.SIGINT: self._handle}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup and the launch scripts ignore it
+            handlers[signal.SIGHUP] = self._handle if self.under_torchrun else signal.SIG_IGN
+        self._former = [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -8,6 +8,7 @@ address. The store of ``--rdzv-backend=static`` listens on all network interface
 
 import logging
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -85,8 +86,9 @@ def main() -> None:
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", create_rendezvous)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that was closed: it ends no training
     try:
-        torchrun()
+        torchrun(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == USER_ERROR:

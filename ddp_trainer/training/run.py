@@ -61,7 +61,9 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         resume = resume_mode(config.resume, environment, world)
         open_run_dir(run_dir, to_builtins(config), world, resume=resume, stack=stack)
         stop_file = Path(environment.stop_file) if environment.stop_file and world.local_rank == 0 else None
-        stop = world.raise_on_any_rank(lambda: stack.enter_context(GracefulStop(stop_file)))
+        stop = world.raise_on_any_rank(
+            lambda: stack.enter_context(GracefulStop(stop_file, under_torchrun=environment.under_torchrun))
+        )
         monitor = stack.enter_context(
             FailureMonitor(
                 world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds,

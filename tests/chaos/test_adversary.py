@@ -79,7 +79,7 @@ def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path, t
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(run_with, range(len(cases)), cases, folders))
     trained = 0
-    for number, ((code, output), case, folder) in enumerate(zip(results, cases, folders, strict=True)):
+    for _number, ((code, output), case, folder) in enumerate(zip(results, cases, folders, strict=True)):
         if code == 0:
             trained += 1
             [summary] = folder.glob("**/summary.json")

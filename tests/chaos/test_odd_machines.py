@@ -1,0 +1,122 @@
+"""What happens to machines and directories while a job trains, without any fault of the job."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import (
+    TINY,
+    clean_environment,
+    newest_step,
+    read_summary,
+    records,
+    run_command,
+    succeed,
+    torchrun,
+    wait_for,
+)
+
+ROOT = Path(__file__).parents[2]
+PYTHON = [sys.executable, "-m", "ddp_trainer"]
+EPOCHS = 150
+
+
+def disturbed(command: list[str], disturb: Callable[[int, Path], object], tmp_path: Path) -> tuple[int, str]:
+    """Start a job, call ``disturb(pid, run_dir)`` after its first checkpoint; return its exit code and output."""
+    run_dir = tmp_path / "run"
+    words = [*TINY, f"epochs={EPOCHS}", f"output_dir={tmp_path}", "name=run"]
+    with subprocess.Popen(
+        [*command, *words], env=clean_environment(NPROC="2", PYTHON=sys.executable), start_new_session=True, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as job:  # fmt: skip
+        try:
+            wait_for(lambda: newest_step(run_dir) > 0)
+            disturb(job.pid, run_dir)
+            output, _ = job.communicate(timeout=120)
+        finally:
+            job.kill()
+    return job.returncode, output
+
+
+def hang_up(pid: int, run_dir: Path) -> None:
+    os.killpg(pid, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("command", [PYTHON, [str(ROOT / "launch/local.sh")]], ids=["python", "local.sh"])
+def test_a_terminal_that_is_closed_ends_no_training(command: list[str], tmp_path: Path, tally: list) -> None:
+    code, output = disturbed(command, hang_up, tmp_path)
+    assert code == 0, output
+    assert read_summary(tmp_path / "run")["epochs"] == EPOCHS
+    tally.append((f"SIGHUP to {Path(command[0]).name}", 1, "nothing"))
+
+
+def test_a_terminal_that_is_closed_stops_plain_torchrun_with_a_checkpoint(tmp_path: Path, tally: list) -> None:
+    command = [*torchrun(2), "-m", "ddp_trainer"]
+    code, output = disturbed(command, hang_up, tmp_path)
+    assert code != 0, "torchrun ends its job"
+    stopped_at = newest_step(tmp_path / "run")
+    assert (tmp_path / "run" / "stopped").read_text().strip() == str(stopped_at), output
+    tally.append(("SIGHUP to torchrun", 1, "nothing: stopped with a checkpoint"))
+
+
+def test_a_run_directory_that_is_deleted_ends_no_training(tmp_path: Path, tally: list) -> None:
+    def delete(pid: int, run_dir: Path) -> None:
+        shutil.rmtree(run_dir.rename(tmp_path / "trash"))  # else files appear while others are deleted
+
+    code, output = disturbed(PYTHON, delete, tmp_path)
+    assert code == 0, output
+    assert "training continues" in output
+    assert newest_step(tmp_path / "run") == 8 * EPOCHS, "what came later was written"
+    assert f"epoch {EPOCHS}/{EPOCHS}" in output
+    tally.append(("rm -rf of a live run directory", 1, "what was deleted; the training went on"))
+
+
+def test_a_disk_that_becomes_read_only_ends_no_training(tmp_path: Path, tally: list) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs (root)")
+    try:
+
+        def make_read_only(pid: int, run_dir: Path) -> None:
+            # busy while a file is open for writing: a checkpoint, for example
+            remount = ["mount", "-o", "remount,ro", str(disk)]
+            wait_for(lambda: subprocess.run(remount, capture_output=True).returncode == 0)
+
+        code, output = disturbed(PYTHON, make_read_only, disk)
+        step = newest_step(disk / "run")
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        assert code == 0, output
+        done = succeed(*TINY, f"epochs={EPOCHS}", f"output_dir={disk}", "name=run")
+        assert f"step-{step:08d}.pt (epoch" in done.output, done.output
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    tally.append(("a disk remounted read-only", 1, "what could not be written; resumed when it could"))
+
+
+def test_a_clock_that_is_set_back_and_many_files_change_nothing(tmp_path: Path, tally: list) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "name=run", "log_every_steps=1")
+    succeed(*words, "max_steps=9")
+    for number in range(10_000):
+        (tmp_path / "run" / "checkpoints" / f"note-{number}").touch()
+    done = run_command(["faketime", "-f", "-1h", *PYTHON, *words])
+    assert done.code == 0, done.output
+    assert "step 9)" in done.output, "resumed from the newest step"
+    assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(range(1, 17))
+    tally.append(("a clock set back by an hour, and 10,000 files", 1, "nothing"))
+
+
+def test_a_user_without_home_and_name_trains_in_a_folder_with_an_odd_name(tmp_path: Path, tally: list) -> None:
+    folder = tmp_path / "a b\nc'd"
+    folder.mkdir()
+    nobody = ["unshare", "--user", "--map-user=54321", "env", "--unset=HOME", "--unset=USER"]
+    command = [*nobody, *PYTHON, *TINY, "max_steps=2", "output_dir=.", "name=run"]
+    done = run_command(command, cwd=folder)
+    assert done.code == 0, done.output
+    assert read_summary(folder / "run")["steps"] == 2
+    tally.append(("a user without home in a folder with spaces and a newline", 1, "nothing"))
