@@ -97,6 +97,8 @@ def join_again() -> list[str]:
     for attempt in range(2):
         view = join_round(store, rank=environment.rank, world_size=2, timeout=timedelta(seconds=20))
         values.append(view.compare_set("first", "", str(attempt)).decode())  # a new view holds no value
+        store.set(f"ended/{attempt}/{environment.rank}", "")
+        store.wait([f"ended/{attempt}/{r}" for r in range(2)])  # torchrun ends all ranks before it restarts them
     return values
 
 
