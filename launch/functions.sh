@@ -5,6 +5,12 @@
 find_python() {
     python=${PYTHON:-$here/../.venv/bin/python}
     if [[ -z ${PYTHON:-} && ! -x $python ]]; then python=python3; fi
+    command -v -- "$python" >/dev/null || refuse "PYTHON=$python cannot be run: name a Python that has ddp_trainer"
+}
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
 }
 
 # Set `ranks` to the number of ranks on this host: NPROC, else the number of GPUs, else of usable cores.
@@ -19,10 +25,8 @@ count_ranks() {
     if [[ -z $ranks ]]; then
         ranks=$("$python" -c 'from ddp_trainer.distributed.environment import usable_cores; print(usable_cores())')
     fi
-    if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
-        echo "error: NPROC=$ranks must be a number of ranks, at least 1; unset it for one per GPU or core" >&2
-        exit 2
-    fi
+    [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] ||
+        refuse "NPROC=$ranks must be a number of ranks, at least 1; unset it for one per GPU or core"
 }
 
 # Create a folder `work` that is removed when the script ends.

@@ -37,7 +37,7 @@ run_here() {
         if ((NODE_RANK == 0)); then is_host=1; fi
         # last_call_timeout: how many seconds MIN nodes wait for more, in later rounds as in the first
         rendezvous=(--rdzv-backend=c10d --rdzv-conf="is_host=$is_host,join_timeout=120,last_call_timeout=5"
-            --max-restarts="${MAX_RESTARTS:-20}")
+            --max-restarts="$restarts")
         # With the shared store of torch 2.14 a node that comes back does not learn the new master's address.
         export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     else
@@ -56,6 +56,8 @@ run_over_ssh() {
     local hosts ssh rank command secret pipe pipes=() nodes=() code=0 one interrupted=''
     read -ra hosts <<<"${HOSTS//[,$'\n']/ }"
     read -ra ssh <<<"${SSH:-ssh -o BatchMode=yes}"
+    ((${#hosts[@]})) || refuse "HOSTS=$HOSTS must name at least one host"
+    command -v -- "${ssh[0]}" >/dev/null || refuse "${ssh[0]} cannot be run: install it, or set SSH to another command"
     NNODES=${NNODES:-${#hosts[@]}} HEAD=${HEAD:-${hosts[0]#*@}}
     choose_program '' "$@" # so that a mistake is reported once, here
     export DDP_TRAINER_COMMAND=${DDP_TRAINER_COMMAND:-"HOSTS=$(quote "$HOSTS") NNODES=$NNODES $(quote "$0" "$@")"}
@@ -95,19 +97,17 @@ run_over_ssh() {
 
 find_python
 make_work
-PORT=${PORT:-29400}
+PORT=${PORT:-29400} restarts=${MAX_RESTARTS:-20}
+number='(0|[1-9][0-9]{0,4})' # bash would read 08 as octal
+[[ ${NNODES:-1} =~ ^[1-9][0-9]{0,4}(:$number)?$ && "${NODE_RANK:-0} $PORT $restarts" =~ ^($number( |$)){3}$ ]] ||
+    refuse "NNODES=${NNODES:-} (or MIN:MAX, from 1), NODE_RANK=${NODE_RANK:-}, PORT=$PORT and MAX_RESTARTS=$restarts must be whole numbers, as in 8 and not 08"
 job=ddp_trainer-$PORT # the same on all nodes, and after a restart
 if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-} ]]; then
     run_over_ssh "$@"
     exit
 fi
 if [[ -z ${NNODES:-} || -z ${NODE_RANK:-} || -z ${HEAD:-} ]]; then
-    echo 'error: NNODES, NODE_RANK or HEAD is missing: set them on every host, or set HOSTS="a b c" here' >&2
-    exit 2
-fi
-if ! [[ $NNODES =~ ^[0-9]+(:[0-9]+)?$ && $NODE_RANK =~ ^[0-9]+$ && $PORT =~ ^[0-9]+$ ]]; then
-    echo "error: NNODES=$NNODES NODE_RANK=$NODE_RANK PORT=$PORT must be whole numbers; NNODES may be MIN:MAX" >&2
-    exit 2
+    refuse 'NNODES, NODE_RANK or HEAD is missing: set them on every host, or set HOSTS="a b c" here'
 fi
 count_ranks
 run_here "$@"

@@ -85,6 +85,6 @@ def parse(data: bytes) -> State:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise DamagedCheckpointError(f"does not load ({str(error).splitlines()[0]})") from error
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise DamagedCheckpointError("is not a checkpoint of ddp_trainer: the key step is missing")
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), int) for key in ("step", "epoch")):
+        raise DamagedCheckpointError("is not a checkpoint of ddp_trainer: the key step or epoch is missing")
     return state

@@ -49,13 +49,22 @@ class CheckpointStore:
         return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def restore(self, target: Checkpointable) -> bool:
-        """Load the newest good checkpoint into `target`; False if there is none, ConfigError if all are damaged.
+        """Load the newest good checkpoint into `target`; False if there is none.
 
-        Rank 0 reads it and every rank gets the same bytes. Collective: every rank must call this.
+        ConfigError if all are damaged, or if the content of this one is not the state of such a `target`. Rank 0 reads it and every rank gets the same bytes. Collective: every rank must call this.
         """
         data = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else bytes)
         if data := self.world.broadcast_bytes(data):
-            target.load_state_dict(parse(data))
+            try:
+                target.load_state_dict(parse(data))
+            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, ConfigError | torch.OutOfMemoryError):
+                    raise
+                text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                raise ConfigError(
+                    f"{self.last_good} holds something else than the state of this run ({text}): remove it, and the one "
+                    "before it is used"
+                ) from error
         return bool(data)
 
     def _read_newest(self) -> bytes:

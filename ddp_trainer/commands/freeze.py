@@ -4,7 +4,7 @@ Launch scripts and sweeps train job files, so that a mistake is one error before
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
 from ddp_trainer.config.composition import from_builtins, to_builtins
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import POSITIVE, ConfigError, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.launch.job_file import read_job, write_job
 
@@ -22,7 +22,7 @@ from ddp_trainer.launch.job_file import read_job, write_job
 class FreezeOptions:
     """The options of the command."""
 
-    world_size: int | None = None
+    world_size: int | None = field(default=None, metadata=POSITIVE)
     """Check the config for this number of ranks."""
     job: int | None = None
     """The settings are a sweep: take its job of this number, from 0."""

@@ -200,6 +200,8 @@ def _listed(items: Sequence[str]) -> str:
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     key = (error.full_key or "").partition("[")[0]
     hint, metadata = known_keys().get(key, (None, {}))
+    if is_dataclass(error.object_type) and hint is None:  # an option of a command
+        hint = get_type_hints(error.object_type).get(key)
     text = _quote(key, arguments)
     if hint is None:
         return f"{text} is not valid: {_first_line(error)}"

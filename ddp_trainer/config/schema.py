@@ -1,5 +1,6 @@
 """The root of the config: one training run, with a choice of each group, and the rules that keys obey together."""
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -136,6 +137,8 @@ class Config:
             f"name={self.name!r} must be one plain name, without /: it is the run's folder in output_dir",
         )
         require(self.output_dir != "", "output_dir= is empty: give a folder, . is this one")
+        expanded = os.path.expanduser(self.output_dir)
+        require(expanded[0] != "~", f"output_dir={self.output_dir} begins with ~ of a user who is unknown here")
         for group, key, chosen in self.choices():
             choice = registry.find(group, type(chosen))
             require(

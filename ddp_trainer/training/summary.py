@@ -1,6 +1,7 @@
 """The result of a launch: the content of summary.json and the last line on the console."""
 
 import json
+import math
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Self
@@ -44,7 +45,9 @@ class Summary:
     def to_json(self) -> str:
         """Return the text of summary.json."""
         values = {field.name.replace("eval_", "eval/"): getattr(self, field.name) for field in fields(self)}
-        return json.dumps(values | {"status": self.status.value}, indent=2, allow_nan=False) + "\n"
+        values |= {"status": self.status.value}
+        known = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+        return json.dumps(known, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
