@@ -1,5 +1,7 @@
 """The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m ddp_trainer …``."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,7 +13,16 @@ from ddp_trainer.distributed.environment import limit_spinning, plugin_modules
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names, `train` if it names none."""
+    """Run the command that ``sys.argv`` names, `train` if it names none; an interrupt ends it without a traceback."""
+    try:
+        run_command_line()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def run_command_line() -> None:
+    """Import what the command needs and run it."""
     limit_spinning()
     command, words = split_command(sys.argv[1:])
     from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
