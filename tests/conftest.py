@@ -161,6 +161,18 @@ def train_in(tmp_path: Path) -> Callable[..., Path]:
     return go
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount 4 MiB of memory as a disk."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs (root)")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 # --- ranks without torchrun: forked from a process that has imported torch, so that a test takes a second -----
 
 
@@ -267,15 +279,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-# --- chaos: what was injected, how often, and what was lost -------------------------------------
+# --- faults: a table of what was tried, and how often all was well -------------------------------
 
-TALLY: list[tuple[str, int, str]] = []
-
-
-@pytest.fixture
-def tally() -> list[tuple[str, int, str]]:
-    """Return the list to which a test adds (what was injected, how often, what was lost): the summary shows it."""
-    return TALLY
+FAULTS: dict[str, list[int]] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -283,8 +289,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for folder in {"chaos", "cluster"} & set(item.path.parts):
             item.add_marker(folder)
+        item.user_properties += [("fault", (m.args[0], m.kwargs.get("times", 1))) for m in item.iter_markers("fault")]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add what a test that is marked with ``fault(name, times=1)`` has tried to the table."""
+    for key, value in report.user_properties:
+        if key == "fault" and (report.when == "call" or report.failed):
+            name, times = value
+            row = FAULTS.setdefault(name, [0, 0])
+            row[0] += times
+            row[1] += times if report.passed else 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for what, times, lost in TALLY:
-        terminalreporter.write_line(f"chaos: {what}, {times} times; lost: {lost}")
+    if FAULTS:
+        terminalreporter.section("faults")
+        for name, (tried, survived) in [("fault", ("tried", "survived")), *FAULTS.items()]:
+            terminalreporter.write_line(f"{name:80} {tried:>6} {survived:>8}")

@@ -68,6 +68,7 @@ def test_a_run_may_go_on_in_another_memory_layout(trained: Callable[[int], Path]
     torch.testing.assert_close(whole["model"], newest_checkpoint(tmp_path / "run")["model"])
 
 
+@pytest.mark.fault("more epochs at resume")
 def test_more_epochs_continue_on_the_longer_schedule(tmp_path: Path) -> None:
     common = (*TINY, f"output_dir={tmp_path}", "log_every_steps=1")
     train_all(1, [(*common, "name=whole", "epochs=4"), (*common, "name=parts"), (*common, "name=parts", "epochs=4")])

@@ -51,7 +51,8 @@ class CheckpointStore:
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; False if there is none.
 
-        ConfigError if all are damaged, or if the content of this one is not the state of such a `target`. Rank 0 reads it and every rank gets the same bytes. Collective: every rank must call this.
+        ConfigError if all are damaged, or if this one holds something else than the state of such a `target`. Rank 0
+        reads it and every rank gets the same bytes. Collective: every rank must call this.
         """
         data = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else bytes)
         if data := self.world.broadcast_bytes(data):
@@ -62,8 +63,8 @@ class CheckpointStore:
                     raise
                 text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 raise ConfigError(
-                    f"{self.last_good} holds something else than the state of this run ({text}): remove it, and the one "
-                    "before it is used"
+                    f"{self.last_good} holds something else than the state of this run ({text}): remove it, and the "
+                    "one before it is used"
                 ) from error
         return bool(data)
 

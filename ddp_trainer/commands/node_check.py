@@ -64,8 +64,12 @@ def main(words: Sequence[str]) -> None:
 def describe_node(options: NodeCheckOptions) -> NodeInfo:
     """Return this node and its job; ConfigError if an option is not valid, TransientError if the head has no route."""
     smallest, _, largest = options.nnodes.partition(":")
-    min_nodes, max_nodes = (int(text) if len(text) < 6 and text.isdecimal() else 0 for text in (smallest, largest or smallest))
-    require(1 <= min_nodes <= max_nodes <= MAX_NODES, f"nnodes={options.nnodes} must be N or MIN:MAX, from 1 to {MAX_NODES}")
+    min_nodes, max_nodes = (
+        int(text) if len(text) < 6 and text.isdecimal() else 0 for text in (smallest, largest or smallest)
+    )
+    require(
+        1 <= min_nodes <= max_nodes <= MAX_NODES, f"nnodes={options.nnodes} must be N or MIN:MAX, from 1 to {MAX_NODES}"
+    )
     require(0 <= options.node_rank < max_nodes, f"node_rank={options.node_rank} must be 0 to {max_nodes - 1}")
     require(0 < options.port < 2**16, f"port={options.port} must be 1 to 65535")
     require(0 < options.timeout < 86400, f"timeout={options.timeout} must be greater than 0, and less than a day")

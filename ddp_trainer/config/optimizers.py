@@ -77,7 +77,7 @@ class SGDConfig(MomentumConfig):
     skips_nonfinite: ClassVar[bool] = True
 
     name: str = "sgd"
-    lr: float = field(default=0.2, metadata=POSITIVE)
+    lr: float = field(default=0.05, metadata=POSITIVE)
     """Peak learning rate for the global batch as given."""
     nesterov: bool = True
     """Use Nesterov momentum."""

@@ -42,6 +42,7 @@ GRACE_SECONDS = 5.0
 """How long a rank that is not the root cause waits to be ended by the launcher."""
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "NCCL")
 """Parts of the message of a collective that fails because of another rank."""
+LOST = "was lost (killed, perhaps by the kernel for want of memory), last seen in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class FailureMonitor:
         status = self._own_status()
         self._store.set(f"status/{self._world.rank}", json.dumps(astuple(status)))
         checkpoint = f"the newest in {self._run_dir / 'checkpoints'}"
-        text = self._text([status.line("was lost, last seen in")], checkpoint=checkpoint)
+        text = self._text([status.line(LOST)], checkpoint=checkpoint)
         with self._lock, suppress(OSError):  # a full disk must not end this thread
             if self._environment.error_file is not None and not self._is_root_cause:
                 write_error_file(self._environment.error_file, text, since=time.time())
@@ -176,7 +177,7 @@ class FailureMonitor:
         lines = [self._own_status().line("failed first, in"), *error_lines(error)]
         try:
             if any(part in str(error) for part in LOST_PEER):
-                lines = [status.line("was lost, last seen in") for status in self._silent_ranks()] or lines
+                lines = [status.line(LOST) for status in self._silent_ranks()] or lines
             return lines if self._claim(lines) else []
         except dist.DistError:
             return lines  # the store has ended, so that no other rank can be asked

@@ -18,6 +18,8 @@ class DroppedHandler(logging.Handler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         """Remove this handler and say so on those that are left. Called inside of `emit`'s except clause."""
         error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):  # rich's answer to a pipe without a reader
+            error = error.__context__
         if not isinstance(error, OSError | ValueError):  # ValueError: the stream is closed, or lacks a character
             raise
         PACKAGE.removeHandler(self)
@@ -31,7 +33,7 @@ class ConsoleHandler(DroppedHandler):
         style = "yellow" if record.levelno == logging.WARNING else None
         try:
             get_console().print(self.format(record), style=style, markup=False, highlight=False, soft_wrap=True)
-        except Exception:
+        except (Exception, SystemExit):
             self.handleError(record)
 
 

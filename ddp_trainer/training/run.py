@@ -16,7 +16,7 @@ from ddp_trainer.checkpoint.run_dir import lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import flatten_keys
-from ddp_trainer.config.schema import Config, Resume
+from ddp_trainer.config.schema import Config, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
@@ -163,6 +163,8 @@ def log_header(trainer: Trainer, datasets: Datasets, run_dir: Path) -> None:
         -(-sampler.local_batch_size // config.gradient_accumulation_steps), config.gradient_accumulation_steps,
         sampler.steps_per_epoch, config.epochs, config.optimizer.scaled_lr(config.global_batch_size),
     )  # fmt: skip
+    if config.precision is Precision.fp16 and world.device.type == "cpu":
+        logger.warning("precision=fp16 takes many times as long as fp32 on a CPU: it is for GPUs")
     if config.checkpoint.keep_best and split == "test":
         logger.info("best.pt is chosen on the test split; data.validation_fraction=0.1 would hold images out for that")
     logger.info("run directory %s", run_dir)

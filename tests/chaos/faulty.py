@@ -1,6 +1,7 @@
-"""The command line with one fault: FAULT=what:rank:where, done to that rank.
+"""The command line with one fault: FAULT=what:rank:where[:once], done to that rank.
 
-`where` is the number of a step, just before which it happens, or ``start``, ``evaluation`` or ``save``.
+`where` is the number of a step, just before which it happens, or ``join``, ``start``, ``evaluation`` or ``save``.
+With ``once`` it does not happen again after a restart by torchrun.
 """
 
 import os
@@ -13,11 +14,15 @@ from torch import Tensor
 
 from ddp_trainer.__main__ import main
 from ddp_trainer.checkpoint import store as checkpoint
+from ddp_trainer.distributed import process_group
 from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.trainer import Trainer
 
-WHAT, RANK, WHERE = os.environ["FAULT"].split(":")
+WHAT, RANK, WHERE, *ONCE = os.environ["FAULT"].split(":")
+if ONCE and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    WHERE = "never"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+LEAK: list[bytearray] = []
 take_step = TrainStep.__call__
 
 
@@ -33,23 +38,33 @@ def faulty_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
                     bits = next(self.model.parameters()).view(-1).view(torch.int32)
                     bits[3] ^= 1 << 12
             case _:
-                os.kill(os.getpid(), SIGNALS[WHAT])
+                happen()
     return take_step(self, images, labels)
 
 
+def happen() -> None:
+    """Send the signal, or touch 8 GB of memory."""
+    if WHAT == "memory":
+        LEAK.append(bytearray(b"x") * 8_000_000_000)
+    else:
+        os.kill(os.getpid(), SIGNALS[WHAT])
+
+
 def signalled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with the signal sent just before it, the first time."""
-    waiting = [SIGNALS[WHAT]]
+    """Return `function` preceded by what happens, the first time."""
+    waiting = [happen]
 
     def call(*args: Any, **options: Any) -> Any:
         if os.environ.get("RANK", "0") == RANK and waiting:
-            os.kill(os.getpid(), waiting.pop())
+            waiting.pop()()
         return function(*args, **options)
 
     return call
 
 
 match WHERE:
+    case "join":
+        process_group._join = signalled(process_group._join)
     case "start":
         Trainer.prime = signalled(Trainer.prime)
     case "evaluation":

@@ -25,6 +25,21 @@ VALUES = [
 MORE_KEYS = ["experiment", "experiment.epochs", "data.mean.x", "foo.bar", "hydra.job.x"]
 
 
+LINES = [
+    "output_dir=~nosuchuser/x", "data=fashion_mnist data.root=~nosuchuser", "timeout_seconds=99999999999999999999",
+    "sync=replicas sync.devices=[cpu,cpu:abc]", "sync=replicas sync.devices=[[cpu]]", "sync=replicas sync.devices=cpu",
+    "scheduler=step scheduler.gamma=1e308", "data.std=[1e-320]", "data.mean=[[0.5]]", "experiment={}",
+    "data=synthetic data.height=1000000 data.width=1000000", "sync.bucket_cap_mb=99999999999999999999",
+    "verify nowhere", "freeze", "plan ranks=0", "name='a=b'", "output_dir='a=b'", "logger=[]", "epochs=1_000",
+    "checkpoint.every_seconds=1e-320", "output_dir='~nosuchuser/x'", "data=fashion_mnist data.root='~nosuchuser'",
+    "train job_file=/dev/null", "freeze x.json world_size=-1", "doctor size_mb=1e400",
+    "node-check head=127.0.0.1 port=0 nnodes=2 node_rank=0",
+    f"node-check head=127.0.0.1 port=29999 node_rank=0 nnodes={'9' * 400}",
+]  # fmt: skip
+"""Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and valid."""
+OVERRIDES, COMMAND_LINES = 300, 40 + len(LINES)
+
+
 def hostile_overrides(count: int) -> list[list[str]]:
     """Return a random choice of keys and values, each with the choice of a group that has the key."""
 
@@ -43,15 +58,15 @@ def assert_is_one_line(message: str) -> None:
     assert 10 < len(message) < 1000
 
 
-def test_adversary_overrides_compose_or_are_one_line(tally: list) -> None:
-    accepted, cases = 0, hostile_overrides(300)
+@pytest.mark.fault("hostile overrides, composed", times=OVERRIDES)
+def test_adversary_overrides_compose_or_are_one_line() -> None:
+    accepted, cases = 0, hostile_overrides(OVERRIDES)
     for case in cases:
         try:
             compose(*case)
             accepted += 1
         except (ConfigError, OmegaConfBaseException, HydraException) as error:
             assert_is_one_line(format_config_error(error, case))
-    tally.append(("hostile overrides composed", len(cases), f"{accepted} accepted, the others are one line"))
     assert 0 < accepted < len(cases) / 2
 
 
@@ -69,10 +84,11 @@ def run_with(number: int, overrides: list[str], folder: Path) -> tuple[int, str]
     return done.code, done.output
 
 
+@pytest.mark.fault("hostile command lines", times=COMMAND_LINES)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path, tally: list) -> None:
-    cases = [*hostile_overrides(40), *map(str.split, LINES)]
+def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path) -> None:
+    cases = [*hostile_overrides(COMMAND_LINES - len(LINES)), *map(str.split, LINES)]
     folders = [tmp_path / str(number) for number in range(len(cases))]
     for folder in folders:
         folder.mkdir()
@@ -89,15 +105,3 @@ def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path, t
             assert output.startswith("error: "), (case, output)
             assert_is_one_line(output.rstrip("\n"))
     assert trained >= 5
-    tally.append(("hostile command lines", len(cases), f"{trained} trained, the others are one line and exit 2"))
-
-
-LINES = [
-    "output_dir=~nosuchuser/x", "data=fashion_mnist data.root=~nosuchuser", "timeout_seconds=99999999999999999999",
-    "sync=replicas sync.devices=[cpu,cpu:abc]", "sync=replicas sync.devices=[[cpu]]", "sync=replicas sync.devices=cpu",
-    "scheduler=step scheduler.gamma=1e308", "data.std=[1e-320]", "data.mean=[[0.5]]", "experiment={}",
-    "data=synthetic data.height=1000000 data.width=1000000", "sync.bucket_cap_mb=99999999999999999999",
-    "verify nowhere", "freeze", "plan ranks=0", "name='a=b'", "output_dir='a=b'", "logger=[]", "epochs=1_000",
-    "checkpoint.every_seconds=1e-320",
-]  # fmt: skip
-"""Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and valid."""

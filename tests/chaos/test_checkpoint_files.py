@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import time
 from pathlib import Path
 
@@ -32,7 +31,8 @@ def write_for_ever(folder: Path) -> None:
             old.unlink()
 
 
-def test_kills_while_checkpoints_are_written(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("SIGKILL while a checkpoint is written", times=KILLS)
+def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
     chance, unreadable, reached = random.Random(0), 0, []
     for _ in range(KILLS):
         before = max(reached, default=0)
@@ -53,7 +53,6 @@ def test_kills_while_checkpoints_are_written(tmp_path: Path, tally: list) -> Non
             assert torch.equal(state["model"]["weight"], lenet_state(state["step"])["model"]["weight"])
             reached.append(state["step"])
         assert max(reached) > before, "the checkpoint that was there before the kill is gone"
-    tally.append(("SIGKILL while a checkpoint is written", KILLS, f"{unreadable} unreadable"))
     assert unreadable == 0
 
 
@@ -72,17 +71,16 @@ def is_refused(checkpoint: Path, data: bytes | bytearray) -> bool:
     return False
 
 
-def test_cuts_at_every_page_and_flipped_bits(checkpoint: Path, tally: list) -> None:
+@pytest.mark.fault("a checkpoint cut at 4 KiB, or with a bit flipped", times=FLIPS)
+def test_cuts_at_every_page_and_flipped_bits(checkpoint: Path) -> None:
     data, chance = checkpoint.read_bytes(), random.Random(0)
     cuts = range(0, len(data), 4096)
     undetected = sum(not is_refused(checkpoint, data[:length]) for length in cuts)
-    tally.append(("truncation at a 4 KiB boundary", len(cuts), f"{undetected} undetected"))
     assert undetected == 0
     for _ in range(FLIPS):
         bit, flipped = chance.randrange(8 * len(data)), bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         undetected += not is_refused(checkpoint, flipped)
-    tally.append(("one flipped bit in a checkpoint", FLIPS, f"{undetected} undetected"))
     assert undetected == 0
 
 
@@ -97,19 +95,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_loads(tmp_pa
     assert read_summary(tmp_path / "run")["steps"] == 16
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """Mount 4 MiB of memory as a disk."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a tmpfs (root)")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_costs_no_training(small_disk: Path, tally: list) -> None:
+@pytest.mark.fault("a disk that is full at every save")
+def test_a_full_disk_costs_no_training(small_disk: Path) -> None:
     run_dir = small_disk / "run"
     overrides = ("model=lenet", "data=digits", "precision=fp32", "epochs=4", "checkpoint.keep_last=1")
     ballast = small_disk / "ballast"
@@ -119,7 +106,6 @@ def test_a_full_disk_costs_no_training(small_disk: Path, tally: list) -> None:
     assert "training continues" in done.output
     assert read_summary(run_dir)["epochs"] == 4
     assert len(records(run_dir, "eval/top1")) == 4
-    tally.append(("full disk at every save", done.output.count("was not written"), "0 steps"))
     ballast.unlink()
     train_on(2, *overrides[:3], "epochs=5", f"output_dir={small_disk}", "name=run")
     assert list((run_dir / "checkpoints").glob("step-*.pt"))

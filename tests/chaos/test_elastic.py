@@ -31,8 +31,9 @@ def start_node(tmp_path: Path, port: int, name: str) -> subprocess.Popen:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path)
 
 
+@pytest.mark.fault("loss and return of a node of an elastic job")
 @pytest.mark.timeout(600)
-def test_a_node_lost_and_come_back(tmp_path: Path, tally: list) -> None:
+def test_a_node_lost_and_come_back(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,4 +60,3 @@ def test_a_node_lost_and_come_back(tmp_path: Path, tally: list) -> None:
 
     # check_ledger computes from the seed which samples each epoch has to use
     assert [problem for check in CHECKS for problem in check(run_dir)] == []
-    tally.append(("loss and return of one node of two (--nnodes=1:2)", 1, "0 samples, none twice"))

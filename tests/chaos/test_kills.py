@@ -39,9 +39,10 @@ def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.fault("SIGKILL of a random rank under --max-restarts", times=KILLS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.timeout(600)
-def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tmp_path: Path, tally: list) -> None:
+def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tmp_path: Path) -> None:
     run_dir, chance = tmp_path / "run", random.Random(ranks)
     command = [*torchrun(ranks, f"--max-restarts={KILLS}"), "-m", "ddp_trainer", *LONG]
     with open(tmp_path / "log", "w") as log:
@@ -64,12 +65,12 @@ def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tm
     assert agent.wait(timeout=120) == 0, (tmp_path / "log").read_text()[-5000:]
     assert killed == KILLS, f"the run was over after {killed} kills"
     assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)
-    tally.append((f"SIGKILL of a random rank of {ranks} under --max-restarts", killed, "0: bitwise equal"))
 
 
+@pytest.mark.fault("SIGKILL of a whole job at a random moment", times=KILLS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.timeout(600)
-def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path, tally: list) -> None:
+def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
     run_dir, chance = tmp_path / "run", random.Random(ranks)
     overrides = (*LONG, f"output_dir={tmp_path}", "name=run")
     for _ in range(KILLS):
@@ -83,4 +84,3 @@ def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path, tall
             process.join()
     train_on(ranks, *overrides, deadline=300)
     assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)
-    tally.append((f"SIGKILL of the whole job of {ranks} ranks", KILLS, "0: bitwise equal"))

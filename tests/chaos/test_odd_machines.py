@@ -47,24 +47,25 @@ def hang_up(pid: int, run_dir: Path) -> None:
     os.killpg(pid, signal.SIGHUP)
 
 
+@pytest.mark.fault("a terminal closed in training (SIGHUP)")
 @pytest.mark.parametrize("command", [PYTHON, [str(ROOT / "launch/local.sh")]], ids=["python", "local.sh"])
-def test_a_terminal_that_is_closed_ends_no_training(command: list[str], tmp_path: Path, tally: list) -> None:
+def test_a_terminal_that_is_closed_ends_no_training(command: list[str], tmp_path: Path) -> None:
     code, output = disturbed(command, hang_up, tmp_path)
     assert code == 0, output
     assert read_summary(tmp_path / "run")["epochs"] == EPOCHS
-    tally.append((f"SIGHUP to {Path(command[0]).name}", 1, "nothing"))
 
 
-def test_a_terminal_that_is_closed_stops_plain_torchrun_with_a_checkpoint(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("a terminal closed in training (SIGHUP)")
+def test_a_terminal_that_is_closed_stops_plain_torchrun_with_a_checkpoint(tmp_path: Path) -> None:
     command = [*torchrun(2), "-m", "ddp_trainer"]
     code, output = disturbed(command, hang_up, tmp_path)
     assert code != 0, "torchrun ends its job"
     stopped_at = newest_step(tmp_path / "run")
     assert (tmp_path / "run" / "stopped").read_text().strip() == str(stopped_at), output
-    tally.append(("SIGHUP to torchrun", 1, "nothing: stopped with a checkpoint"))
 
 
-def test_a_run_directory_that_is_deleted_ends_no_training(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("rm -rf of a run directory in training")
+def test_a_run_directory_that_is_deleted_ends_no_training(tmp_path: Path) -> None:
     def delete(pid: int, run_dir: Path) -> None:
         shutil.rmtree(run_dir.rename(tmp_path / "trash"))  # else files appear while others are deleted
 
@@ -73,10 +74,10 @@ def test_a_run_directory_that_is_deleted_ends_no_training(tmp_path: Path, tally:
     assert "training continues" in output
     assert newest_step(tmp_path / "run") == 8 * EPOCHS, "what came later was written"
     assert f"epoch {EPOCHS}/{EPOCHS}" in output
-    tally.append(("rm -rf of a live run directory", 1, "what was deleted; the training went on"))
 
 
-def test_a_disk_that_becomes_read_only_ends_no_training(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("a disk remounted read-only in training")
+def test_a_disk_that_becomes_read_only_ends_no_training(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], capture_output=True).returncode:
@@ -96,10 +97,10 @@ def test_a_disk_that_becomes_read_only_ends_no_training(tmp_path: Path, tally: l
         assert f"step-{step:08d}.pt (epoch" in done.output, done.output
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-    tally.append(("a disk remounted read-only", 1, "what could not be written; resumed when it could"))
 
 
-def test_a_clock_that_is_set_back_and_many_files_change_nothing(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("a clock set back an hour, and 10,000 files in a run directory")
+def test_a_clock_that_is_set_back_and_many_files_change_nothing(tmp_path: Path) -> None:
     words = (*TINY, f"output_dir={tmp_path}", "name=run", "log_every_steps=1")
     succeed(*words, "max_steps=9")
     for number in range(10_000):
@@ -108,10 +109,10 @@ def test_a_clock_that_is_set_back_and_many_files_change_nothing(tmp_path: Path, 
     assert done.code == 0, done.output
     assert "step 9)" in done.output, "resumed from the newest step"
     assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(range(1, 17))
-    tally.append(("a clock set back by an hour, and 10,000 files", 1, "nothing"))
 
 
-def test_a_user_without_home_and_name_trains_in_a_folder_with_an_odd_name(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("a user without home, in a folder with spaces and a newline")
+def test_a_user_without_home_and_name_trains_in_a_folder_with_an_odd_name(tmp_path: Path) -> None:
     folder = tmp_path / "a b\nc'd"
     folder.mkdir()
     nobody = ["unshare", "--user", "--map-user=54321", "env", "--unset=HOME", "--unset=USER"]
@@ -119,4 +120,3 @@ def test_a_user_without_home_and_name_trains_in_a_folder_with_an_odd_name(tmp_pa
     done = run_command(command, cwd=folder)
     assert done.code == 0, done.output
     assert read_summary(folder / "run")["steps"] == 2
-    tally.append(("a user without home in a folder with spaces and a newline", 1, "nothing"))

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import compose, forkserver
 
 from ddp_trainer.checkpoint import run_dir as run_dirs
@@ -33,7 +34,8 @@ def launch_again_and_again(number: int, folder: Path, barrier: Any, results: Any
             barrier.wait()
 
 
-def test_one_of_several_launches_in_a_directory_wins(tmp_path: Path, tally: list) -> None:
+@pytest.mark.fault("three launches at once in one directory", times=TRIALS)
+def test_one_of_several_launches_in_a_directory_wins(tmp_path: Path) -> None:
     context = forkserver()
     barrier, results = context.Barrier(LAUNCHES, timeout=60), context.Queue()
     for trial in range(0, TRIALS, 2):  # in every other there is something to rename, or to resume
@@ -52,6 +54,3 @@ def test_one_of_several_launches_in_a_directory_wins(tmp_path: Path, tally: list
         winners.append(results.get()[0])
     assert [process.exitcode for process in processes] == [0] * LAUNCHES
     assert len(winners) == len(set(winners))
-    tally.append(
-        (f"{LAUNCHES} launches at once in one directory", TRIALS, f"{len(winners)} won alone, the others: none")
-    )

@@ -102,6 +102,7 @@ def test_bash_completes_in_a_second_of_cpu_time_after_the_line_that_installs_it(
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("--multirun on several ranks")
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_sweep_leaves_a_run_directory_a_job_and_nothing_else(ranks: int | None, tmp_path: Path) -> None:
     sweep = ("seed=0,1", "optimizer.lr=0.01,0.1")

@@ -92,7 +92,7 @@ def test_what_changes_the_training_is_named_from_old_to_new() -> None:
         "model.init: absent → default",
         "model.name: resnet18 → lenet",
         "model.stem: small → absent",
-        "optimizer.lr: 0.2 → 0.5",
+        "optimizer.lr: 0.05 → 0.5",
         "seed: 0 → 1",
     ]
 

@@ -48,6 +48,7 @@ def finish_early(rank: int, monitor: FailureMonitor) -> None:
     time.sleep(2 if rank == 1 else 9)
 
 
+@pytest.mark.fault("heartbeats late at a timeout of 2 s")
 @pytest.mark.parametrize("body", [hold_the_gil, finish_early])
 def test_a_healthy_job_is_left_alone_at_a_short_timeout(body, tmp_path: Path) -> None:
     assert on_ranks(2, run_monitored, body, str(tmp_path), 2.0) == ["", ""]
@@ -76,6 +77,7 @@ def run_to_failure(body, folder: Path) -> tuple[list[int | None], list[str]]:
     return codes, [read_report(folder / f"error-{rank}.json") for rank in (0, 1)]
 
 
+@pytest.mark.fault("a rank gone or stopped without a word")
 @pytest.mark.parametrize("body", [end_silently, stop_silently])
 def test_a_rank_without_heartbeats_is_reported_and_the_job_ends(body, tmp_path: Path) -> None:
     codes, (report, _) = run_to_failure(body, tmp_path)

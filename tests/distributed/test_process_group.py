@@ -138,12 +138,14 @@ def test_a_restart_that_torchrun_does_not_count_is_known(tmp_path: Path) -> None
     assert start()
 
 
+@pytest.mark.fault("MASTER_PORT out of range")
 @pytest.mark.parametrize("port", ["0", "65536", "999999", "9" * 5000])
 def test_a_port_that_is_not_valid_is_refused(port: str) -> None:
     with pytest.raises(ConfigError, match=f"^MASTER_PORT={port[:80]} must be "):
         read_environment(TORCHRUN | {"MASTER_PORT": port})
 
 
+@pytest.mark.fault("a stop file in an unreadable folder")
 def test_a_stop_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file/stop", tmp_path / ("x" * 300)):

@@ -1,0 +1,121 @@
+"""What a run writes for people and programs: where it cannot be written, or is damaged, training goes on."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from conftest import (
+    TINY,
+    clean_environment,
+    launch,
+    newest_step,
+    read_summary,
+    records,
+    run_command,
+    succeed,
+    torchrun,
+    train_on,
+    wait_for,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+FAULTY = str(Path(__file__).with_name("faulty.py"))
+PYTHON = f"{sys.executable} -m ddp_trainer"
+LOST_STDOUT = {
+    "| head -1": "{} | head -1; exit ${{PIPESTATUS[0]}}",
+    "> /dev/full": "{} > /dev/full",
+    "> /dev/full 2>&1": "{} > /dev/full 2>&1",
+    "closed": "{} >&- 2>&-",
+    "ascii": "PYTHONIOENCODING=ascii {}",
+}
+
+
+@pytest.mark.fault("stdout lost: closed, full, a pipe without reader, ASCII")
+@pytest.mark.parametrize("command", [PYTHON, " ".join([*torchrun(2), "-m ddp_trainer"])], ids=["python", "torchrun"])
+@pytest.mark.parametrize("way", LOST_STDOUT)
+def test_a_lost_stdout_ends_no_training(way: str, command: str, tmp_path: Path) -> None:
+    words = " ".join([command, *TINY, f"output_dir={tmp_path}", "name=run"]).replace("[", "'[").replace("]", "]'")
+    done = run_command(["bash", "-c", LOST_STDOUT[way].format(words)], LC_ALL="C.UTF-8")
+    assert done.code == 0, done.output
+    assert read_summary(tmp_path / "run")["status"] == "finished"
+    assert "epoch 2/2" in (tmp_path / "run/train.log").read_text()
+
+
+@pytest.mark.fault("the terminal gone without a signal")
+def test_a_terminal_that_is_gone_ends_no_training(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = [*PYTHON.split(), *TINY, "epochs=60", f"output_dir={tmp_path}", "name=run"]
+    with subprocess.Popen(words, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs) as job:
+        wait_for(lambda: newest_step(tmp_path / "run") > 0)
+        os.close(theirs)
+        os.close(ours)
+        assert job.wait(timeout=60) == 0
+    assert read_summary(tmp_path / "run")["epochs"] == 60
+
+
+@pytest.mark.fault("a disk filled to the last byte in training")
+def test_a_disk_filled_to_the_last_byte_ends_no_training(small_disk: Path) -> None:
+    run_dir, ballast = small_disk / "run", small_disk / "ballast"
+    words = (*TINY, f"output_dir={small_disk}", "name=run", "log_every_steps=1", "checkpoint.keep_last=1")
+    command, told = [*torchrun(2), "-m", "ddp_trainer", *words, "epochs=100"], small_disk.with_name("output")
+    with (
+        open(told, "w") as output,
+        subprocess.Popen(command, env=clean_environment(), stdout=output, stderr=output) as job,
+    ):
+        wait_for(lambda: newest_step(run_dir) > 0)
+        with open(ballast, "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1))
+        wait_for(lambda: told.read_text().count("was not written") > 3)
+        ballast.unlink()
+        assert job.wait(timeout=120) == 0, told.read_text()
+    assert newest_step(run_dir) == 800
+    train_on(2, *words, "epochs=101")
+    assert read_summary(run_dir)["steps"] == 808
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a cut": lambda data: data[: len(data) // 2],
+    "a flipped bit": lambda data: bytes([*data[:40], data[40] ^ 4, *data[41:]]),
+    "no text": lambda data: b"\xff\xfe" + data,
+    "another JSON value": lambda data: b"[]\n" + data,
+    "a line of NaN": lambda data: data + b'{"step": NaN}\n',
+    "nothing": lambda data: b"",
+}
+
+
+@pytest.mark.fault("a damaged metrics.jsonl or summary.json")
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
+def test_damaged_outputs_end_no_run(name: str, damage: str, tmp_path: Path) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "name=run")
+    train_on(1, *words)
+    path = tmp_path / "run" / name
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    assert train_on(1, *words)["status"] == "finished"
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    assert train_on(1, *words, "epochs=3")["steps"] == 24
+
+
+@pytest.mark.fault("SIGKILL before the first checkpoint")
+def test_a_kill_before_the_first_checkpoint_doubles_no_point(tmp_path: Path) -> None:
+    words = [*TINY, f"output_dir={tmp_path}", "name=run", "log_every_steps=1"]
+    run_command([*PYTHON.split()[:1], FAULTY, *words], FAULT="kill:0:5")
+    assert newest_step(tmp_path / "run") == 0
+    succeed(*words)
+    assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(range(1, 17))
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 17))
+
+
+@pytest.mark.fault("a loss that is not finite, skipped to the end")
+def test_a_summary_never_holds_nan(tmp_path: Path) -> None:
+    done = launch(*TINY, f"output_dir={tmp_path}", "name=run", "optimizer.lr=1e30", "on_nonfinite=skip")
+    assert done.code == 0, done.output
+    assert read_summary(tmp_path / "run")["eval/loss"] is None
+    assert "NaN" not in (tmp_path / "run/summary.json").read_text()
