@@ -294,9 +294,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add what a test that is marked with ``fault(name, times=1)`` has tried to the table."""
-    for key, value in report.user_properties:
-        if key == "fault" and (report.when == "call" or report.failed):
-            name, times = value
+    faults: Any = [value for key, value in report.user_properties if key == "fault"]
+    if report.when == "call" or report.failed:
+        for name, times in faults:
             row = FAULTS.setdefault(name, [0, 0])
             row[0] += times
             row[1] += times if report.passed else 0

@@ -88,7 +88,7 @@ def test_at_least_the_expected_bytes_were_sent(run: tuple[str, Rows, dict[str, s
         (["strategies=rung"], "strategies=rung is not a valid choice: choose from ddp,"),
         (["strategies=ddp,data_parallel"], "sync=data_parallel is for one process with GPUs"),
         (["steps=0"], "steps=0 must be greater than 0"),
-        (["rounds=few"], "rounds=few is not valid"),
+        (["rounds=few"], "rounds=few must be a whole number"),
         (["--steps=3"], "--steps=3 is not a flag"),
         (["model=lenett"], "model=lenett is not a valid choice"),
     ],

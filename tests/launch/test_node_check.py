@@ -175,7 +175,7 @@ def test_another_number_of_nodes_is_named() -> None:
     ("option", "error"),
     [
         ("node_rank=2", "node_rank=2 must be 0 to 1\n"),
-        ("nnodes=4:2", "nnodes=4:2 must be N or MIN:MAX, whole numbers from 1\n"),
+        ("nnodes=4:2", "nnodes=4:2 must be N or MIN:MAX, from 1 to 65535\n"),
         ("port=0", "port=0 must be 1 to 65535\n"),
         ("timeout=0", "timeout=0.0 must be greater than 0, and less than a day\n"),
         ("port=x", "port"),
