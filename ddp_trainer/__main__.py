@@ -1,6 +1,5 @@
 """The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m ddp_trainer …``."""
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -9,20 +8,15 @@ from importlib import import_module
 
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS
-from ddp_trainer.distributed.environment import limit_spinning, plugin_modules
+from ddp_trainer.distributed.environment import end_with_launcher, limit_spinning, plugin_modules
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names, `train` if it names none; an interrupt ends it without a traceback."""
-    try:
-        run_command_line()
-    except KeyboardInterrupt:
+    """Run the command that ``sys.argv`` names, `train` if it names none."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ends the process at once, until a training handles it; some imports go on after a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def run_command_line() -> None:
-    """Import what the command needs and run it."""
+    end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
     from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra

@@ -27,6 +27,14 @@ class AugmentConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class FileAugmentConfig(AugmentConfig):
+    random_resized_crop: float | None = field(
+        default=0.25, metadata=rule("greater than 0 and at most 1, or null", lambda value: 0 < value <= 1)
+    )
+    """Smallest share of an image that a random part of it covers, with an aspect of 3:4 to 4:3; null: its center."""
+
+
+@dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = MISSING
     mean: list[float] = field(default_factory=lambda: [0.5])
@@ -110,8 +118,25 @@ class SyntheticConfig(DataConfig):
         self.augment.check_image_size(self.height, self.width)
 
 
+@dataclass(kw_only=True, slots=True)
+class ImageFolderConfig(DataConfig):
+    name: str = "imagefolder"
+    root: str | None = field(default=None, metadata=FREE)
+    """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
+    image_size: int = field(default=224, metadata=POSITIVE)
+    """Height and width, in pixels, to which parts of the images are scaled."""
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    """Per channel, on pixels scaled to [0, 1]; of ImageNet."""
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    """Per channel; of ImageNet."""
+    augment: FileAugmentConfig = field(  # type: ignore[override]
+        default_factory=lambda: FileAugmentConfig(random_hflip=True)
+    )
+
+
 register_dataset("digits", DigitsConfig, builder="ddp_trainer.data.datasets.digits:build_digits")
 register_dataset(
     "fashion_mnist", FashionMnistConfig, builder="ddp_trainer.data.datasets.fashion_mnist:build_fashion_mnist"
 )
 register_dataset("synthetic", SyntheticConfig, builder="ddp_trainer.data.datasets.synthetic:build_synthetic")
+register_dataset("imagefolder", ImageFolderConfig, builder="ddp_trainer.data.datasets.image_folder:build_image_folder")

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.config.data import AugmentConfig, FileAugmentConfig
 from ddp_trainer.distributed.seeding import generator
 
 
@@ -20,10 +20,13 @@ class AugmentationParams:
     """bool [N]: mirrored."""
     boxes: Tensor | None = None
     """int64 [N, 4]: top, left, bottom, right of the blanked rectangle, empty where top equals bottom."""
+    crops: Tensor | None = None
+    """float32 [N, 4] in [0, 1), on the CPU: draws that choose the part of an image file, as it is read."""
 
     def to(self, device: torch.device) -> Self:
         """Return these parameters on `device`."""
-        return type(self)(*(None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes)))
+        parts = (None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes))
+        return type(self)(*parts, crops=self.crops)
 
     def at(self, positions: slice) -> Self:
         """Return the parameters of some positions."""
@@ -47,6 +50,8 @@ class Augmentation:
             params.flips = torch.rand(count, generator=flip) < 0.5
         if self.config.random_erasing:
             params.boxes = self._draw_boxes(count, epoch)
+        if isinstance(self.config, FileAugmentConfig) and self.config.random_resized_crop is not None:
+            params.crops = torch.rand(count, 4, generator=generator(self.seed, epoch=epoch, purpose="resized crop"))
         return params
 
     def _draw_boxes(self, count: int, epoch: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 from ddp_trainer import registry
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.distributed.seeding import generator
 
 
@@ -84,7 +85,7 @@ def build_datasets(config: DataConfig) -> Datasets:
         raise ConfigError(f"data={config.name} does not fit into the memory of this host") from error
     try:
         datasets.check()
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(f"data={config.name}: {error}") from error
     if config.validation_fraction:
         datasets = hold_out(datasets, config.validation_fraction)
@@ -120,11 +121,15 @@ def shape_of(split: Split) -> tuple[int, int, int]:
     return channels, height, width
 
 
-def read_sample(dataset: Dataset[Any], index: int) -> tuple[Tensor, int]:
-    """Return image, uint8 [C, H, W], and label of a sample; RuntimeError or ValueError, with its name, if it is bad."""
+def read_sample(dataset: Dataset[Any], index: int, draws: Tensor | None = None) -> tuple[Tensor, int]:
+    """Return image, uint8 [C, H, W], and label of a sample; RuntimeError or ValueError, with its name, if it is bad.
+
+    draws: [4] in [0, 1), which choose the part of an image file.
+    """
     name = sample_name(dataset, index)
+    dataset, index = without_subset(dataset, index)
     try:
-        image, label = dataset[index]
+        image, label = dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
         if not isinstance(image, Tensor):  # a PIL image: [H, W] or [H, W, C]
             image = torch.from_numpy(np.array(image))
             image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
@@ -141,9 +146,15 @@ def read_sample(dataset: Dataset[Any], index: int) -> tuple[Tensor, int]:
 
 def sample_name(dataset: Dataset[Any], index: int) -> str:
     """Return the name of a sample in messages: that in the whole data set, if a part of it was held out."""
-    if type(dataset) is Subset:
-        dataset, index = dataset.dataset, dataset.indices[index]
-    return f"sample {index} of {type(dataset).__name__}"
+    dataset, index = without_subset(dataset, index)
+    return (
+        str(dataset.path(index)) if isinstance(dataset, ImageFiles) else f"sample {index} of {type(dataset).__name__}"
+    )
+
+
+def without_subset(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:
+    """Return the data set of which `dataset` may be a part, and the index of the sample there."""
+    return (dataset.dataset, dataset.indices[index]) if type(dataset) is Subset else (dataset, index)
 
 
 def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
@@ -166,19 +177,27 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 
 
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed."""
+    """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed.
+
+    Of image files it is the same part of each class.
+    """
     order = torch.randperm(num_samples(datasets.train), generator=generator(0, purpose="validation"))
-    count = round(fraction * len(order))
+    groups = [order]
+    if isinstance(datasets.train, ImageFiles):
+        labels = datasets.train.labels[order]
+        groups = [order[labels == label] for label in labels.unique()]
+    counts = [round(fraction * len(group)) for group in groups]
     require(
-        0 < count < len(order),
+        0 < sum(counts) < len(order),
         f"data.validation_fraction={fraction} of {len(order)} training images leaves one of the "
         "splits empty: choose another",
     )
+    parts = [group.tensor_split([count]) for group, count in zip(groups, counts, strict=True)]
 
     def select(ids: Tensor) -> Split:
         if isinstance(split := datasets.train, ImageTensors):
             return ImageTensors(split.images[ids], split.labels[ids])
         return Subset(split, ids.tolist())
 
-    train, held_out = (select(ids.sort().values) for ids in (order[count:], order[:count]))
+    held_out, train = (select(torch.cat(ids).sort().values) for ids in zip(*parts, strict=True))
     return Datasets(train=train, eval=held_out, class_names=datasets.class_names)

@@ -70,7 +70,8 @@ class TrainLoader:
         shares = [sampler.positions(step) for step in range(sampler.step, sampler.steps_per_epoch)]
         is_resident = isinstance(self.reader, ResidentReader)
         ids = (on_device[share] if is_resident else order[share] for share in shares)
-        for share, (pixels, labels) in zip(shares, self.reader.read(ids), strict=True):
+        crops = None if params.crops is None else (params.crops[share] for share in shares)
+        for share, (pixels, labels) in zip(shares, self.reader.read(ids, crops), strict=True):
             changes = params.at(share)
             padded = augmentation.pad(pixels.to(self.device, non_blocking=True))
             images = augmentation.erase(self.normalize(augmentation.crop(padded, rows, changes)), changes)
@@ -131,7 +132,10 @@ def build_loaders(
         if isinstance(split, ImageTensors):
             return ResidentReader(split, device=world.device)
         shape, num_classes = datasets.image_shape, len(datasets.class_names)
-        return SampleReader(split, image_shape=shape, num_classes=num_classes, num_workers=config.num_workers)
+        return SampleReader(
+            split, image_shape=shape, num_classes=num_classes, num_workers=config.num_workers,
+            pin_memory=world.device.type == "cuda",
+        )  # fmt: skip
 
     train, evaluation = reader(datasets.train), reader(datasets.eval)
     sampler = GlobalBatchSampler(

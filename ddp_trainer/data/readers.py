@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from ddp_trainer.data.dataset import ImageTensors, num_samples, read_sample, sam
 
 BATCHES_AHEAD = 2
 
-Sample = tuple[Tensor, int]
+PendingBatch = tuple[Tensor, Tensor, list[Future[None]]]
+"""Images and labels that threads write, and those writes."""
 
 
 class ResidentReader:
@@ -26,7 +27,7 @@ class ResidentReader:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield uint8 [B, C, H, W] and int64 [B], on the device, for each int64 [B] of sample ids."""
         for ids in batches:
             on_device = ids.to(self.labels.device, non_blocking=True)
@@ -37,37 +38,59 @@ class SampleReader:
     """Reads batches of samples in order, at most `BATCHES_AHEAD` of them before they are asked for."""
 
     def __init__(
-        self, dataset: Dataset[Any], *, image_shape: tuple[int, int, int], num_classes: int, num_workers: int
+        self,
+        dataset: Dataset[Any],
+        *,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        num_workers: int,
+        pin_memory: bool = False,
     ) -> None:
-        self.dataset, self.image_shape = dataset, image_shape
+        self.dataset, self.image_shape, self.pin_memory = dataset, image_shape, pin_memory
         self.num_classes, self.num_workers = num_classes, num_workers
 
     def __len__(self) -> int:
         return num_samples(self.dataset)
 
-    def read(self, batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield uint8 [B, C, H, W] and int64 [B], on the CPU, for each int64 [B] of sample ids.
+
+        crops: for each batch [B, 4] in [0, 1), which choose the parts of image files; None: their centers.
 
         Raises:
             RuntimeError: a sample cannot be read.
             ValueError: a sample has another shape than the first of the data set, or a label that is no class.
         """
-        batches, pending = iter(batches), deque[list[Future[Sample]]]()
-        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="reader")
+        requests, pending = zip(batches, crops or repeat(None), strict=False), deque[PendingBatch]()
+        # a thread of torch's own for each core would compete with the other readers and with the training
+        pool = ThreadPoolExecutor(self.num_workers, "reader", initializer=torch.set_num_threads, initargs=(1,))
         try:
             while True:
-                for ids in islice(batches, BATCHES_AHEAD + 1 - len(pending)):
-                    pending.append([pool.submit(self.sample, index) for index in ids.tolist()])
+                for ids, draws in islice(requests, BATCHES_AHEAD + 1 - len(pending)):
+                    pending.append(self._begin(pool, ids, draws))
                 if not pending:
                     return
-                samples = [future.result() for future in pending.popleft()]
-                yield torch.stack([image for image, _ in samples]), torch.tensor([label for _, label in samples])
+                images, labels, reads = pending.popleft()
+                for read in reads:
+                    read.result()
+                yield images, labels
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def sample(self, index: int) -> Sample:
+    def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> "PendingBatch":
+        """Begin to read a batch: threads write each sample to its place."""
+        with torch.inference_mode(False):  # of an evaluation, which the threads are not in
+            images = torch.empty(len(ids), *self.image_shape, dtype=torch.uint8, pin_memory=self.pin_memory)
+            labels = torch.empty(len(ids), dtype=torch.int64)
+
+        def fill(place: int, index: int) -> None:
+            images[place], labels[place] = self.sample(index, None if draws is None else draws[place])
+
+        return images, labels, [pool.submit(fill, place, index) for place, index in enumerate(ids.tolist())]
+
+    def sample(self, index: int, draws: Tensor | None = None) -> tuple[Tensor, int]:
         """Return a sample after checking its shape and its label."""
-        image, label = read_sample(self.dataset, index)
+        image, label = read_sample(self.dataset, index, draws)
         name = sample_name(self.dataset, index)
         if image.shape != self.image_shape:
             raise ValueError(

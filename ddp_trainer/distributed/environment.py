@@ -3,9 +3,11 @@
 No other module reads environment variables.
 """
 
+import ctypes
 import fcntl
 import os
 import platform
+import signal
 import socket
 import struct
 import sys
@@ -21,6 +23,8 @@ from ddp_trainer.config.errors import ConfigError, require
 
 SIOCGIFADDR = 0x8915
 """The ioctl that returns the IPv4 address of a network interface, from Linux's sockios.h."""
+PR_SET_PDEATHSIG = 1
+"""The option of prctl that sets the signal for the end of the parent, from Linux's prctl.h."""
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 FIX = "start with torchrun --nproc_per_node=N --master-port=29500 -m ddp_trainer, or unset RANK and WORLD_SIZE"
@@ -136,6 +140,12 @@ def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
     """
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
+    """Let Linux kill this process when torchrun ends, which after a signal may leave ranks that are still starting."""
+    if "TORCHELASTIC_RUN_ID" in variables and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def set_interface(environment: Environment, variables: MutableMapping[str, str] = os.environ) -> None:

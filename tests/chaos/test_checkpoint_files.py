@@ -18,7 +18,7 @@ FLIPS = 200
 def lenet_state(step: int) -> dict:
     """Return a state of the size of LeNet's with momentum, its content a function of `step`."""
     random_values = torch.Generator().manual_seed(step)
-    return {"step": step, "model": {"weight": torch.randn(2 * 431_080, generator=random_values)}}
+    return {"step": step, "epoch": 0, "model": {"weight": torch.randn(2 * 431_080, generator=random_values)}}
 
 
 def write_for_ever(folder: Path) -> None:

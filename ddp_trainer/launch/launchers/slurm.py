@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +64,8 @@ class SlurmLauncher(JobLauncher):
 
     def run(self, jobs: Sequence[Job]) -> None:
         submitted: dict[str, Job] = {}
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             queued = queued_jobs()
             for job in jobs:

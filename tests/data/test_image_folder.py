@@ -1,0 +1,303 @@
+"""Folders of images: what a scan finds, what each format becomes, batches that do not depend on ranks and threads."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_bitwise, compose, newest_checkpoint, read_summary, train_all, train_on
+from PIL import Image
+from test_loader import CPU
+from torch import Tensor
+
+from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolderConfig
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.data import image_files
+from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples
+from ddp_trainer.data.image_files import Box, ImageFiles, center_box, decode, random_box, resize
+from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
+from ddp_trainer.data.readers import SampleReader
+from ddp_trainer.data.sampler import GlobalBatchSampler
+
+NORMALIZE = Normalize([0.5] * 3, [0.25] * 3, device=CPU, memory_format=torch.contiguous_format)
+
+
+def gradient(height: int = 24, width: int = 36) -> np.ndarray:
+    """Return a smooth image: red grows downwards, green to the right, blue is 100. uint8 [H, W, 3]."""
+    red = np.linspace(0, 250, height)[:, None].repeat(width, 1)
+    green = np.linspace(0, 250, width)[None].repeat(height, 0)
+    return np.stack([red, green, np.full((height, width), 100.0)], -1).round().astype(np.uint8)
+
+
+def write_folder(root: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 6) -> Path:
+    """Write `count` images of each of two classes into each split; "" is the folder itself."""
+    for split in splits:
+        for label, name in enumerate(("cat", "dog")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                image = np.roll(gradient(20 + number, 30 - number), label * 7, axis=1)
+                Image.fromarray(image).save(folder / f"{number}.png")
+    return root
+
+
+def build(root: Path, **options: Any) -> Datasets:
+    return build_datasets(ImageFolderConfig(root=str(root), image_size=16, **options))
+
+
+def names(split: Any) -> list[str]:
+    assert isinstance(split, ImageFiles)
+    return [str(split.path(index).relative_to(split.root)) for index in range(len(split))]
+
+
+# --- the scan -----------------------------------------------------------------------------------
+
+
+def test_classes_and_files_come_in_a_fixed_order(tmp_path: Path) -> None:
+    datasets = build(write_folder(tmp_path, count=2))
+    assert datasets.class_names == ["cat", "dog"]
+    assert names(datasets.train) == names(datasets.eval) == ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png"]
+    assert datasets.train.labels.tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
+    assert datasets.image_shape == (3, 16, 16)
+
+
+def test_odd_names_and_folders_are_found_or_left_out(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, count=1) / "train/cat"
+    (folder / "0.png").rename(folder / "ä\nb.PNG")
+    (folder / "deep/er").mkdir(parents=True)
+    Image.fromarray(gradient()).save(folder / "deep/er/x.JPeG", "jpeg")
+    Image.fromarray(gradient()).save(os.fsencode(folder) + b"/\xff.png", "png")
+    (folder / "deep/loop").symlink_to(folder)
+    (folder / "folder.png").mkdir()
+    (folder / "nothing.png").symlink_to("missing")
+    (folder / "notes.txt").write_text("text")
+    (tmp_path / "train/.hidden").mkdir()
+    datasets = build(tmp_path)
+    assert names(datasets.train) == ["cat/deep/er/x.JPeG", "cat/ä\nb.PNG", os.fsdecode(b"cat/\xff.png"), "dog/0.png"]
+    assert all(datasets.train[index][0].shape == (3, 16, 16) for index in range(4))  # type: ignore[index]
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+WRONG: dict[str, Callable[[Path], Any]] = {
+    "data.root={root} must be a folder of images": lambda root: (root / "train").parent.rename(root / "../elsewhere"),
+    "data.root={root} has no folder train": lambda root: (root / "train").rename(root / "training"),
+    "data.root={root} has no folder val or test": lambda root: (root / "val").rename(root / "evaluation"),
+    "{root}/train/dog has no image: add some, or remove it": lambda root: empty(root / "train/dog"),
+    "{root}/val has the class 'fox', which the training images do not": lambda root: (root / "val/fox").mkdir(),
+    "{root}/train must have a folder for each of two or more classes": lambda root: (root / "train/dog").rename(
+        root / "x"
+    ),
+    "{root}/val has no images: files that end in ": lambda root: [
+        empty(root / "val" / name) for name in ("cat", "dog")
+    ],
+}
+
+
+@pytest.mark.parametrize("expected", WRONG)
+def test_a_folder_that_does_not_fit_is_one_error(expected: str, tmp_path: Path) -> None:
+    WRONG[expected](write_folder(tmp_path / "root"))
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path / "root")
+    assert str(error.value).startswith(expected.format(root=tmp_path / "root"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_root_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.root is missing"):
+        build_datasets(ImageFolderConfig())
+
+
+def test_one_folder_is_split_alike_in_each_class(tmp_path: Path) -> None:
+    datasets = build(write_folder(tmp_path, splits=("",), count=10), validation_fraction=0.3)
+    assert (num_samples(datasets.train), num_samples(datasets.eval)) == (14, 6)
+    labels = [datasets.eval[index][1] for index in range(6)]  # type: ignore[index]
+    assert sorted(labels) == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_fingerprint_changes_with_names_sizes_and_the_size_of_images(tmp_path: Path) -> None:
+    root = write_folder(tmp_path)
+    first = build(root).fingerprint
+    assert build(root).fingerprint == first
+    assert build_datasets(ImageFolderConfig(root=str(root), image_size=17)).fingerprint != first
+    (root / "train/cat/0.png").rename(root / "train/cat/00.png")
+    renamed = build(root).fingerprint
+    with open(root / "val/dog/1.png", "ab") as file:
+        file.write(b"x")
+    assert len({first, renamed, build(root).fingerprint}) == 3
+
+
+# --- pictures as they come ----------------------------------------------------------------------
+
+RGB = Image.fromarray(gradient())
+SIXTEEN = Image.fromarray(np.asarray(RGB.convert("L")).astype(np.uint16) * 257)
+PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
+    "x.png": (RGB, {}, RGB),
+    "progressive.jpg": (RGB, {"progressive": True, "quality": 98}, RGB),
+    "grey.jpg": (RGB.convert("L"), {"quality": 98}, RGB.convert("L").convert("RGB")),
+    "grey.png": (RGB.convert("L"), {}, RGB.convert("L").convert("RGB")),
+    "alpha.png": (RGB.convert("RGBA"), {}, RGB),
+    "palette.png": (RGB.quantize(256), {}, RGB.quantize(256).convert("RGB")),
+    "palette.gif": (RGB.quantize(256), {}, RGB.quantize(256).convert("RGB")),
+    "frames.gif": (RGB.quantize(256), {"save_all": True, "append_images": [RGB.convert("L").quantize()]},
+                   RGB.quantize(256).convert("RGB")),
+    "cmyk.jpg": (RGB.convert("CMYK"), {"quality": 98}, RGB),
+    "sixteen.png": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
+    "sixteen.tiff": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
+    "x.webp": (RGB, {"lossless": True}, RGB),
+    "x.avif": (RGB, {"quality": 95}, RGB),
+    "x.bmp": (RGB, {}, RGB),
+    "x.tif": (RGB, {}, RGB),
+    "x.ppm": (RGB, {}, RGB),
+    "turned.jpg": (RGB.rotate(90, expand=True), {"exif": {0x0112: 6}, "quality": 98}, RGB),
+    "one.png": (RGB.crop((0, 0, 1, 1)), {}, RGB.crop((0, 0, 1, 1))),
+}  # fmt: skip
+"""What is written under a name, with which options, and what it looks like."""
+
+
+def encode(name: str, folder: Path) -> bytes:
+    image, options, _ = PICTURES[name]
+    if tags := options.get("exif"):
+        exif = Image.Exif()
+        exif.update(tags)
+        options = {**options, "exif": exif}
+    image.save(folder / name, **options)
+    return (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("codec", ["torchcodec", "Pillow"])
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_its_pixels_in_rgb(name: str, codec: str, tmp_path: Path, monkeypatch) -> None:
+    if codec == "Pillow":
+        monkeypatch.setattr(image_files, "decode_image", None)
+    expected = torch.from_numpy(np.array(PICTURES[name][2])).permute(2, 0, 1)
+    image = decode(encode(name, tmp_path))
+    assert (image.dtype, image.shape) == (torch.uint8, expected.shape)
+    assert (image.int() - expected.int()).abs().float().mean() < 4
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", b"\xff\xd8\xff\xe0"], ids=["empty", "text", "beginning"])
+def test_what_is_no_image_is_named(content: bytes, tmp_path: Path) -> None:
+    root = write_folder(tmp_path)
+    (root / "train/dog/2.png").write_bytes(content)
+    datasets = build(root)
+    reader = SampleReader(datasets.train, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"train/dog/2\.png cannot be read: "):
+        list(reader.read([torch.arange(12)]))
+
+
+def test_a_truncated_picture_is_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path)
+    path = root / "train/cat/0.png"
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(ConfigError, match=r"train/cat/0\.png cannot be read: "):
+        build(root)
+
+
+# --- parts of images ----------------------------------------------------------------------------
+
+
+def test_a_random_part_is_as_large_as_configured_and_inside_the_image() -> None:
+    draws = torch.rand(2000, 4, generator=torch.Generator().manual_seed(0))
+    boxes = [random_box(300, 400, row, 0.25) for row in draws]
+    assert all(0 <= b.top <= 300 - b.height and 0 <= b.left <= 400 - b.width for b in boxes)
+    areas = torch.tensor([b.height * b.width / 120_000 for b in boxes])
+    assert 0.24 < areas.min() < 0.27
+    assert areas.median() == pytest.approx(0.62, abs=0.03)
+    aspects = torch.tensor([b.width / b.height for b in boxes])
+    assert 0.74 < aspects.min() < 0.78
+    assert 1.3 < aspects.max() < 1.34
+    assert random_box(1, 1, draws[0], 0.25) == Box(0, 0, 1, 1)
+
+
+def test_a_part_is_scaled_as_pillow_does() -> None:
+    image, box = torch.from_numpy(gradient(60, 90)).permute(2, 0, 1), center_box(60, 90)
+    assert box == Box(4, 19, 52, 52)
+    left_top = (box.left, box.top, box.left + box.width, box.top + box.height)
+    expected = Image.fromarray(gradient(60, 90)).resize((16, 16), Image.Resampling.BILINEAR, box=left_top)
+    scaled = resize(image, box, 16).permute(1, 2, 0).numpy()
+    assert np.abs(scaled.astype(int) - np.asarray(expected).astype(int)).max() <= 1
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def train_loader(datasets: Datasets, *, rank: int, world_size: int, num_workers: int) -> TrainLoader:
+    files = datasets.train
+    assert isinstance(files, ImageFiles)
+    reader = SampleReader(files, image_shape=(3, 16, 16), num_classes=2, num_workers=num_workers)
+    sampler = GlobalBatchSampler(files, global_batch_size=5, num_replicas=world_size, rank=rank, seed=3)
+    augmentation = Augmentation(FileAugmentConfig(random_hflip=True), height=16, width=16, seed=3)
+    return TrainLoader(reader, sampler=sampler, augmentation=augmentation, normalize=NORMALIZE, device=CPU)
+
+
+@functools.cache
+def whole_batches(root: Path, epoch: int) -> list[Tensor]:
+    loader = train_loader(build(root), rank=0, world_size=1, num_workers=1)
+    loader.sampler.set_epoch(epoch)
+    return [batch.images for batch in loader]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_depend_neither_on_ranks_nor_on_threads(world_size: int, num_workers: int, tmp_path: Path) -> None:
+    datasets = build(write_folder(tmp_path))
+    whole = whole_batches(tmp_path, 1)
+    assert len(whole) == 2
+    for rank in range(world_size):
+        loader = train_loader(datasets, rank=rank, world_size=world_size, num_workers=num_workers)
+        loader.sampler.set_epoch(1, step=1)  # a resume at the second batch
+        [share] = [batch.images for batch in loader]
+        assert torch.equal(share, whole[1][rank::world_size])
+    assert not torch.equal(whole[0], whole_batches(tmp_path, 2)[0])
+
+
+def test_an_evaluation_sees_the_centers(tmp_path: Path) -> None:
+    datasets = build(write_folder(tmp_path))
+    reader = SampleReader(datasets.eval, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
+    loader = EvaluationLoader(reader, batch_size=7, rank=0, world_size=1, normalize=NORMALIZE, device=CPU)
+    images = torch.cat([batch.images for batch in loader])
+    centers = torch.stack([datasets.eval[index][0] for index in range(12)])  # type: ignore[index]
+    assert torch.equal(images, NORMALIZE(centers))
+
+
+# --- whole runs ---------------------------------------------------------------------------------
+
+
+def write_digits(root: Path) -> Path:
+    """Write the handwritten digits as files of different sizes and formats."""
+    digits = build_datasets(DigitsConfig())
+    for name, split in (("train", digits.train), ("val", digits.eval)):
+        assert isinstance(split, ImageTensors)
+        for number, (image, label) in enumerate(zip(split.images, split.labels.tolist(), strict=True)):
+            folder = root / name / f"digit {label}"
+            folder.mkdir(parents=True, exist_ok=True)
+            size = (16 + number % 5, 18 + number % 3)
+            picture = Image.fromarray(image[0].numpy()).resize(size, Image.Resampling.BICUBIC)
+            picture.convert("RGB").save(folder / f"{number}.{'png' if number % 3 else 'jpg'}")
+    return root
+
+
+def test_a_folder_is_learned_alike_on_any_number_of_ranks_and_after_a_stop(tmp_path: Path) -> None:
+    root = write_digits(tmp_path / "digits")
+    common = ("data=imagefolder", f"data.root={root}", "data.image_size=12", "data.augment.random_hflip=false",
+              "data.augment.random_resized_crop=0.7", "model=lenet", "precision=fp32", "global_batch_size=32",
+              "optimizer.lr=0.1", "epochs=3", f"output_dir={tmp_path}")  # fmt: skip
+    train_all(2, [(*common, "name=whole"), (*common, "name=parts", "max_steps=60"), (*common, "name=parts")])
+    train_on(1, *common, "name=one", "max_steps=6")
+    train_on(3, *common, "name=three", "max_steps=6")
+    whole, parts, one, three = (newest_checkpoint(tmp_path / name) for name in ("whole", "parts", "one", "three"))
+    assert_bitwise(whole["model"], parts["model"])
+    assert_bitwise(one["progress"]["digest"], three["progress"]["digest"])
+    torch.testing.assert_close(one["model"], three["model"])
+    assert read_summary(tmp_path / "whole")["eval/top1"] > 0.8
+    assert whole["class_names"] == [f"digit {digit}" for digit in range(10)]
+    assert compose("data=imagefolder").data.name == "imagefolder"
