@@ -3,6 +3,7 @@
 import json
 import logging
 import platform
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -40,6 +41,12 @@ from ddp_trainer.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+RESTART_SECONDS = 3.0
+"""How long a rank stays that has stopped because of one on another node.
+
+torchrun stops all ranks of an elastic job when a node comes back. An agent that sees its ranks end before it has noticed
+that node would take the job for finished, and not take part in the restart.
+"""
 STOPPED = "stopped"
 """The file that marks a run that was stopped gracefully and is not finished."""
 
@@ -87,6 +94,8 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         if world.is_main:
             record_summary(summary, run_dir, loggers, to_builtins(config))
         del trainer, step, timer  # no DDP module may outlive the process group
+    if summary.status is Status.stopped and not stop.is_set and environment.world_size > environment.local_world_size:
+        time.sleep(RESTART_SECONDS)
     return summary
 
 
