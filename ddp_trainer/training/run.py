@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 RESTART_SECONDS = 3.0
 """How long a rank stays that has stopped because of one on another node.
 
-torchrun stops all ranks of an elastic job when a node comes back. An agent that sees its ranks end before it has noticed
-that node would take the job for finished, and not take part in the restart.
+torchrun stops all ranks of an elastic job when a node comes back. An agent that sees its ranks end before it has
+noticed that node would take the job for finished, and not take part in the restart.
 """
 STOPPED = "stopped"
 """The file that marks a run that was stopped gracefully and is not finished."""
