@@ -94,9 +94,14 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         if world.is_main:
             record_summary(summary, run_dir, loggers, to_builtins(config))
         del trainer, step, timer  # no DDP module may outlive the process group
-    if summary.status is Status.stopped and not stop.is_set and environment.world_size > environment.local_world_size:
-        time.sleep(RESTART_SECONDS)
+    stay_for_restart(environment, was_stopped=summary.status is Status.stopped and not stop.is_set)
     return summary
+
+
+def stay_for_restart(environment: Environment, *, was_stopped: bool) -> None:
+    """Sleep for RESTART_SECONDS on one of several nodes if this rank `was_stopped` without a signal of its own."""
+    if was_stopped and environment.world_size > environment.local_world_size:
+        time.sleep(RESTART_SECONDS)
 
 
 def resume_mode(resume: Resume, environment: Environment, world: World) -> Resume:
