@@ -1,11 +1,23 @@
 """The group ``data``."""
 
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
 from ddp_trainer.config.errors import BELOW_ONE, FREE, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, check_values, require, rule
 from ddp_trainer.registry import register_dataset
+
+
+class OnBadImage(Enum):
+    error = "error"
+    skip = "skip"
+
+
+class Cache(Enum):
+    none = "none"
+    uint8 = "uint8"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,8 +58,14 @@ class DataConfig:
 
     For choosing hyperparameters; 0 trains on all of it and evaluates on the test split.
     """
-    num_workers: int = field(default=2, metadata=POSITIVE | FREE)
-    """Threads per rank that read images ahead; only for data sets that are streamed."""
+    num_workers: Any = field(  # int | str, which omegaconf 2.3 cannot merge inside of a group
+        default="auto",
+        metadata=FREE
+        | rule("auto or 0 to 1024", lambda value: value == "auto" or (type(value) is int and 0 <= value <= 1024)),
+    )
+    """Threads per rank that read images ahead, of data sets that are streamed; auto: one per usable core, 2 to 16."""
+    on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
+    """skip: an image that cannot be decoded counts as none, and is listed; only for data sets that are streamed."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
@@ -125,6 +143,10 @@ class ImageFolderConfig(DataConfig):
     """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
     image_size: int = field(default=224, metadata=POSITIVE)
     """Height and width, in pixels, to which parts of the images are scaled."""
+    cache: Cache = Cache.none
+    """uint8: keep images, scaled down to 8/7 of image_size, in a file that is made before the training."""
+    cache_dir: str | None = field(default=None, metadata=FREE)
+    """Folder of the cache and of the list of files, on a disk of this node; null: ~/.cache/ddp_trainer."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     """Per channel, on pixels scaled to [0, 1]; of ImageNet."""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Subset
 from ddp_trainer import registry
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.data.decoding import BadImageError
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.distributed.seeding import generator
 
@@ -117,14 +118,29 @@ def num_samples(split: Split) -> int:
 
 def shape_of(split: Split) -> tuple[int, int, int]:
     """Return (channels, height, width) of the first image of a split."""
+    whole = split.dataset if type(split) is Subset else split
+    if isinstance(whole, ImageFiles):
+        return whole.image_shape
     channels, height, width = (split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]).shape
     return channels, height, width
 
 
+class BadSampleError(RuntimeError):
+    """An image cannot be decoded, now or later."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} cannot be read: {reason}")
+        self.name, self.reason = name, reason
+
+
 def read_sample(dataset: Dataset[Any], index: int, draws: Tensor | None = None) -> tuple[Tensor, int]:
-    """Return image, uint8 [C, H, W], and label of a sample; RuntimeError or ValueError, with its name, if it is bad.
+    """Return image, uint8 [C, H, W], and label of a sample.
 
     draws: [4] in [0, 1), which choose the part of an image file.
+
+    Raises:
+        BadSampleError: the data set has raised BadImageError. RuntimeError: it has raised another error.
+        ValueError: the sample is of another type than it must be.
     """
     name = sample_name(dataset, index)
     dataset, index = without_subset(dataset, index)
@@ -134,6 +150,8 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Tensor | None = None) 
             image = torch.from_numpy(np.array(image))
             image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
         label = int(label)
+    except BadImageError as error:
+        raise BadSampleError(name, str(error)) from error
     except Exception as error:  # a data set's code may raise anything
         raise RuntimeError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
     if image.dtype != torch.uint8 or image.ndim != 3:

@@ -12,6 +12,7 @@ from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors, Split
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
+from ddp_trainer.distributed.environment import usable_cores
 from ddp_trainer.distributed.process_group import World
 
 
@@ -21,7 +22,7 @@ class Batch(NamedTuple):
     images: Tensor
     """float32 [B, C, H, W], normalized."""
     labels: Tensor
-    """int64 [B]."""
+    """int64 [B]; that of a sample that could not be read is `NO_LABEL`."""
     ids: Tensor
     """int64 [B]: the positions of the samples in the data set."""
 
@@ -107,6 +108,8 @@ class Loaders:
     """What a model expects of its input; saved in checkpoints."""
     fingerprint: str
     """A digest of the samples of both splits."""
+    bad_samples: list[tuple[str, str]]
+    """Name and reason of each sample that this rank could not read; readers append to it."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -127,17 +130,11 @@ def build_loaders(
     """Return the loaders of this rank for the two splits."""
     channels, height, width = datasets.image_shape
     normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
-
-    def reader(split: Split) -> Reader:
-        if isinstance(split, ImageTensors):
-            return ResidentReader(split, device=world.device)
-        shape, num_classes = datasets.image_shape, len(datasets.class_names)
-        return SampleReader(
-            split, image_shape=shape, num_classes=num_classes, num_workers=config.num_workers,
-            pin_memory=world.device.type == "cuda",
-        )  # fmt: skip
-
-    train, evaluation = reader(datasets.train), reader(datasets.eval)
+    bad_samples: list[tuple[str, str]] = []
+    train, evaluation = (
+        build_reader(split, datasets, config, world=world, bad_samples=bad_samples)
+        for split in (datasets.train, datasets.eval)
+    )
     sampler = GlobalBatchSampler(
         train, global_batch_size=global_batch_size, num_replicas=world.world_size, rank=world.rank, seed=seed
     )
@@ -154,4 +151,29 @@ def build_loaders(
         class_names=list(datasets.class_names),
         preprocessing={"mean": config.mean, "std": config.std, "image_shape": [channels, height, width]},
         fingerprint=datasets.fingerprint,
+        bad_samples=bad_samples,
     )  # fmt: skip
+
+
+def build_reader(
+    split: Split, datasets: Datasets, config: DataConfig, *, world: World, bad_samples: list[tuple[str, str]]
+) -> Reader:
+    """Return the reader of a split of `datasets`."""
+    if isinstance(split, ImageTensors):
+        return ResidentReader(split, device=world.device)
+    return SampleReader(
+        split,
+        image_shape=datasets.image_shape,
+        num_classes=len(datasets.class_names),
+        num_workers=num_readers(config.num_workers, world),
+        pin_memory=world.device.type == "cuda",
+        blank=torch.tensor(config.mean).mul(255).round().to(torch.uint8)[:, None, None],
+        bad=bad_samples,
+    )
+
+
+def num_readers(num_workers: int | str, world: World) -> int:
+    """Return the number of threads that read: `num_workers`, or for auto one per usable core of a rank, 2 to 16."""
+    if isinstance(num_workers, int):
+        return num_workers
+    return min(16, max(2, usable_cores() // world.local_world_size))

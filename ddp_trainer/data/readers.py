@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_trainer.data.dataset import ImageTensors, num_samples, read_sample, sample_name
+from ddp_trainer.data.dataset import BadSampleError, ImageTensors, num_samples, read_sample, sample_name
 
 BATCHES_AHEAD = 2
+NO_LABEL = -100
+"""The label of a sample that counts as none: cross_entropy ignores it."""
 
 PendingBatch = tuple[Tensor, Tensor, list[Future[None]]]
 """Images and labels that threads write, and those writes."""
@@ -45,9 +47,18 @@ class SampleReader:
         num_classes: int,
         num_workers: int,
         pin_memory: bool = False,
+        blank: Tensor | None = None,
+        bad: list[tuple[str, str]] | None = None,
     ) -> None:
+        """num_workers: threads; 0 reads in the thread that asks.
+
+        blank: uint8 [C, 1, 1], what stands in place of a bad sample, whose label is `NO_LABEL`. bad: name and reason
+        of each bad sample are appended to it.
+        """
         self.dataset, self.image_shape, self.pin_memory = dataset, image_shape, pin_memory
         self.num_classes, self.num_workers = num_classes, num_workers
+        self.blank = torch.zeros(1, dtype=torch.uint8) if blank is None else blank
+        self.bad = [] if bad is None else bad
 
     def __len__(self) -> int:
         return num_samples(self.dataset)
@@ -58,15 +69,16 @@ class SampleReader:
         crops: for each batch [B, 4] in [0, 1), which choose the parts of image files; None: their centers.
 
         Raises:
-            RuntimeError: a sample cannot be read.
+            RuntimeError: a sample cannot be read, for another reason than that its image is bad.
             ValueError: a sample has another shape than the first of the data set, or a label that is no class.
         """
         requests, pending = zip(batches, crops or repeat(None), strict=False), deque[PendingBatch]()
+        ahead = BATCHES_AHEAD if self.num_workers else 0
         # a thread of torch's own for each core would compete with the other readers and with the training
-        pool = ThreadPoolExecutor(self.num_workers, "reader", initializer=torch.set_num_threads, initargs=(1,))
+        pool = ThreadPoolExecutor(max(1, self.num_workers), "reader", torch.set_num_threads, (1,))
         try:
             while True:
-                for ids, draws in islice(requests, BATCHES_AHEAD + 1 - len(pending)):
+                for ids, draws in islice(requests, ahead + 1 - len(pending)):
                     pending.append(self._begin(pool, ids, draws))
                 if not pending:
                     return
@@ -84,9 +96,17 @@ class SampleReader:
             labels = torch.empty(len(ids), dtype=torch.int64)
 
         def fill(place: int, index: int) -> None:
-            images[place], labels[place] = self.sample(index, None if draws is None else draws[place])
+            try:
+                images[place], labels[place] = self.sample(index, None if draws is None else draws[place])
+            except BadSampleError as error:
+                images[place], labels[place] = self.blank, NO_LABEL
+                self.bad.append((error.name, error.reason))
 
-        return images, labels, [pool.submit(fill, place, index) for place, index in enumerate(ids.tolist())]
+        if self.num_workers:
+            return images, labels, [pool.submit(fill, place, index) for place, index in enumerate(ids.tolist())]
+        for place, index in enumerate(ids.tolist()):
+            fill(place, index)
+        return images, labels, []
 
     def sample(self, index: int, draws: Tensor | None = None) -> tuple[Tensor, int]:
         """Return a sample after checking its shape and its label."""

@@ -113,12 +113,20 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             fix = "make .venv/installed, or set PYTHON"
             raise ConfigError(f"{package} is not installed in {sys.prefix}: {fix}") from None
+    for decoder in ("torchcodec", "pillow"):  # another one decodes a pixel differently
+        with suppress(PackageNotFoundError):
+            versions[decoder] = version(decoder)
     return versions
 
 
 def plugin_modules(variables: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the modules in DDP_TRAINER_PLUGINS, which is a list with commas."""
     return [name.strip() for name in variables.get("DDP_TRAINER_PLUGINS", "").split(",") if name.strip()]
+
+
+def user_cache(variables: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for what this user's runs can make again."""
+    return Path(os.path.expanduser(variables.get("XDG_CACHE_HOME") or "~/.cache")) / "ddp_trainer"
 
 
 def job_secret(variables: Mapping[str, str] = os.environ) -> str | None:

@@ -23,6 +23,8 @@ class Decision:
     stop: bool
     diverged: bool
     """A loss or gradient was not finite since the last control point, on some rank."""
+    has_bad_samples: bool
+    """Some rank could not read a sample since the last control point."""
     loss: float
     """Mean over all ranks and the steps of the log window so far."""
     top1: float
@@ -56,22 +58,29 @@ class ControlPoint:
         """Decide to save again after the next step, because replicas are not equal after optimizer step `step`."""
         self.is_save_postponed, self.next_step = True, step + 1
 
-    def decide(self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite) -> Decision | None:
-        """Return what to do after optimizer step `step`, the same on every rank; None: no control point is due."""
+    def decide(
+        self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite, num_bad_samples: int = 0
+    ) -> Decision | None:
+        """Return what to do after optimizer step `step`, the same on every rank; None: no control point is due.
+
+        num_bad_samples: how many new samples this rank could not read.
+        """
         every = self.checkpoint.every_steps
         log = is_last or step % self.log_every_steps == 0
         save = self.is_save_postponed or (every is not None and step % every == 0)
         if not (log or save or step >= self.next_step):
             return None
-        flags = torch.tensor(self.local_flags(), dtype=torch.float64).to(self.world.device, non_blocking=True)
+        flags = torch.tensor([*self.local_flags(), num_bad_samples], dtype=torch.float64).to(
+            self.world.device, non_blocking=True
+        )
         total = self.world.all_reduce(torch.cat([flags, nonfinite.flag, sums.vector])).tolist()
-        stop, save_now, step_seconds, diverged, loss, correct, count = total
+        stop, save_now, step_seconds, num_bad, diverged, loss, correct, count = total
         now = time.perf_counter()  # the device has finished
         self.step_seconds = (now - self.last_time) / max(1, step - self.last_step)
         self.last_time, self.last_step = now, step
         self.next_step = step + max(1, int(CONTROL_SECONDS / step_seconds))
         return Decision(
-            log=log, save=save or save_now > 0, stop=stop > 0, diverged=diverged > 0,
+            log=log, save=save or save_now > 0, stop=stop > 0, diverged=diverged > 0, has_bad_samples=num_bad > 0,
             loss=loss / max(1, count), top1=correct / max(1, count),
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ def evaluate(
                 logits = model(batch.images)
             sums.add(cross_entropy(logits.float(), batch.labels, reduction="sum"), logits, batch.labels)
     loss, correct, count = world.all_reduce(sums.vector).tolist()
-    return Evaluation(loss=loss / count, top1=correct / count, count=int(count))
+    return Evaluation(loss=loss / count, top1=correct / count, count=int(count)) if count else Evaluation()
 
 
 def eager(model: nn.Module) -> AbstractContextManager[object]:

@@ -36,10 +36,10 @@ class MetricSums:
         """float64 [3]: sum of losses, number of correct answers, number of samples."""
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch. loss_sum: [], logits: [B, C], labels: [B]."""
+        """Add a batch, without those of negative labels. loss_sum: [], logits: [B, C], labels: [B]."""
         self.vector[0] += loss_sum
         self.vector[1] += (logits.argmax(1) == labels).sum()
-        self.vector[2] += len(labels)
+        self.vector[2] += (labels >= 0).sum()
 
     def reset(self) -> None:
         """Set all sums to zero."""

@@ -19,6 +19,7 @@ from ddp_trainer.loggers.console import EpochProgress
 from ddp_trainer.performance.flops import Utilization
 from ddp_trainer.performance.step_timer import StepTimer
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
+from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint, Decision
 from ddp_trainer.training.evaluation import evaluate
 from ddp_trainer.training.metrics import SampleDigest, check_replicas, peak_memory_mb, reset_peak_memory
@@ -48,6 +49,9 @@ class Trainer:
         self.checkpoints, self.loggers, self.control, self.monitor = checkpoints, loggers, control, monitor
         self.world, self.model = step.world, step.model
         self.progress = Progress(step.world, step.sums)
+        self.bad_samples = BadSamples(
+            loaders.bad_samples, step.world, on_bad_image=config.data.on_bad_image, run_dir=checkpoints.folder.parent
+        )
         self.utilization = Utilization(
             step.model, loaders.image_shape, device=step.world.device, dtype=step.settings.autocast_dtype
         )
@@ -154,9 +158,14 @@ class Trainer:
         step, sync = self.train_step, self.train_step.sync
         if is_last:
             sync.synchronize(step.optimizer)
-        decision = self.control.decide(self.step, is_last=is_last, sums=step.sums, nonfinite=step.nonfinite)
+        decision = self.control.decide(
+            self.step, is_last=is_last, sums=step.sums, nonfinite=step.nonfinite,
+            num_bad_samples=self.bad_samples.num_new,
+        )  # fmt: skip
         if decision is None:
             return False
+        if decision.has_bad_samples:
+            self.bad_samples.gather()
         if decision.diverged and self.config.on_nonfinite is OnNonfinite.stop:
             step.nonfinite.fail(self.world, lr=step.lr)
         if decision.log:
@@ -196,6 +205,7 @@ class Trainer:
         """Evaluate and record the result. Return whether it is the best so far. Collective."""
         self.monitor.phase = "evaluation"
         result = evaluate(self.model, self.loaders.eval, self.world, self.train_step.settings.autocast_dtype)
+        self.bad_samples.gather()
         digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
         self.progress.evaluation = result
         # best.pt is chosen at epoch boundaries only, so that the end of a launch does not choose the best model.

@@ -51,7 +51,9 @@ def test_retention_keeps_what_is_good(tmp_path: Path) -> None:
     words = (*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
     train_on(1, *words, "max_steps=12")
     newest = tmp_path / "run/checkpoints/step-00000012.pt"
-    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    damaged = bytearray(newest.read_bytes())
+    damaged[-1] ^= 1
+    newest.write_bytes(damaged)
     shutil.copy(tmp_path / "run/checkpoints/best.pt", newest.with_name("step-00000008.pt"))
     done = run_command([sys.executable, FAULTY, *words], FAULT="kill:0:11")
     assert done.code == -signal.SIGKILL, done.output

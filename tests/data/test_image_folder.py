@@ -1,7 +1,10 @@
 """Folders of images: what a scan finds, what each format becomes, batches that do not depend on ranks and threads."""
 
 import functools
+import io
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,19 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_bitwise, compose, newest_checkpoint, read_summary, train_all, train_on
+from conftest import assert_bitwise, compose, launch, newest_checkpoint, read_summary, train_all, train_on
 from PIL import Image
 from test_loader import CPU
 from torch import Tensor
 
 from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolderConfig
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data import image_files
+from ddp_trainer.data import decoding
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples
-from ddp_trainer.data.image_files import Box, ImageFiles, center_box, decode, random_box, resize
+from ddp_trainer.data.decoding import BadImageError, Box, center_box, decode, random_box, resize
+from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
-from ddp_trainer.data.readers import SampleReader
+from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 
 NORMALIZE = Normalize([0.5] * 3, [0.25] * 3, device=CPU, memory_format=torch.contiguous_format)
@@ -32,6 +36,13 @@ def gradient(height: int = 24, width: int = 36) -> np.ndarray:
     red = np.linspace(0, 250, height)[:, None].repeat(width, 1)
     green = np.linspace(0, 250, width)[None].repeat(height, 0)
     return np.stack([red, green, np.full((height, width), 100.0)], -1).round().astype(np.uint8)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Return the PNG of uint8 [H, W] or [H, W, 3]."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
 
 
 def write_folder(root: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 6) -> Path:
@@ -52,7 +63,7 @@ def build(root: Path, **options: Any) -> Datasets:
 
 def names(split: Any) -> list[str]:
     assert isinstance(split, ImageFiles)
-    return [str(split.path(index).relative_to(split.root)) for index in range(len(split))]
+    return [str(split.path(index).relative_to(split.files.root)) for index in range(len(split))]
 
 
 # --- the scan -----------------------------------------------------------------------------------
@@ -177,29 +188,63 @@ def encode(name: str, folder: Path) -> bytes:
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_its_pixels_in_rgb(name: str, codec: str, tmp_path: Path, monkeypatch) -> None:
     if codec == "Pillow":
-        monkeypatch.setattr(image_files, "decode_image", None)
+        monkeypatch.setattr(decoding, "decode_image", None)
     expected = torch.from_numpy(np.array(PICTURES[name][2])).permute(2, 0, 1)
     image = decode(encode(name, tmp_path))
     assert (image.dtype, image.shape) == (torch.uint8, expected.shape)
     assert (image.int() - expected.int()).abs().float().mean() < 4
 
 
-@pytest.mark.parametrize("content", [b"", b"not an image", b"\xff\xd8\xff\xe0"], ids=["empty", "text", "beginning"])
-def test_what_is_no_image_is_named(content: bytes, tmp_path: Path) -> None:
-    root = write_folder(tmp_path)
-    (root / "train/dog/2.png").write_bytes(content)
-    datasets = build(root)
-    reader = SampleReader(datasets.train, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"train/dog/2\.png cannot be read: "):
-        list(reader.read([torch.arange(12)]))
+NO_IMAGES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "it is empty"),
+    "text": (b"not an image", "it is not an image of a known format"),
+    "beginning": (b"\xff\xd8\xff\xe0", "it is not an image of a known format"),
+    "truncated": (png(gradient())[:-60], ""),
+    "a bomb": (png(np.zeros((10_001, 10_000), np.uint8)), "it has 10000 × 10001 pixels, and at most 100 million are "),
+}
+"""What is no image, and how its error begins."""
 
 
-def test_a_truncated_picture_is_named(tmp_path: Path) -> None:
-    root = write_folder(tmp_path)
-    path = root / "train/cat/0.png"
-    path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(ConfigError, match=r"train/cat/0\.png cannot be read: "):
-        build(root)
+@pytest.mark.parametrize("codec", ["torchcodec", "Pillow"])
+@pytest.mark.parametrize("name", NO_IMAGES)
+def test_what_is_no_image_is_a_bad_image(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if codec == "Pillow":
+        monkeypatch.setattr(decoding, "decode_image", None)
+    content, reason = NO_IMAGES[name]
+    with pytest.raises(BadImageError) as error:
+        decode(content)
+    assert reason in str(error.value)
+    assert len(str(error.value)) <= 200
+    assert str(error.value).isprintable()
+
+
+def spoil(root: Path) -> list[str]:
+    """Make three training images and one for evaluation bad, and return their paths."""
+    (root / "train/dog/2.png").write_bytes(b"")
+    (root / "train/cat/0.png").write_bytes(b"text")
+    (root / "train/cat/1.png").unlink()
+    (root / "train/cat/1.png").symlink_to("0.png")
+    (root / "val/dog/3.png").write_bytes(png(gradient())[:-60])
+    return sorted(
+        str(root / name) for name in ("train/dog/2.png", "train/cat/0.png", "train/cat/1.png", "val/dog/3.png")
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_image_counts_as_none_on_any_rank(world_size: int, num_workers: int, tmp_path: Path) -> None:
+    bad = spoil(write_folder(tmp_path))
+    datasets, good = build(tmp_path), whole_batches(tmp_path, 1)
+    found = []
+    for rank in range(world_size):
+        loader = train_loader(datasets, rank=rank, world_size=world_size, num_workers=num_workers)
+        loader.sampler.set_epoch(1)
+        for number, batch in enumerate(loader):
+            is_bad = torch.tensor([str(datasets.train.path(index)) in bad for index in batch.ids.tolist()])  # type: ignore[union-attr]
+            assert ((batch.labels == NO_LABEL) == is_bad).all()
+            assert torch.equal(batch.images, good[number][rank::world_size])
+        found += [name for name, _ in loader.reader.bad]  # type: ignore[union-attr]
+    assert set(found) <= set(bad)
 
 
 # --- parts of images ----------------------------------------------------------------------------
@@ -246,7 +291,7 @@ def whole_batches(root: Path, epoch: int) -> list[Tensor]:
     return [batch.images for batch in loader]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_depend_neither_on_ranks_nor_on_threads(world_size: int, num_workers: int, tmp_path: Path) -> None:
     datasets = build(write_folder(tmp_path))
@@ -301,3 +346,49 @@ def test_a_folder_is_learned_alike_on_any_number_of_ranks_and_after_a_stop(tmp_p
     assert read_summary(tmp_path / "whole")["eval/top1"] > 0.8
     assert whole["class_names"] == [f"digit {digit}" for digit in range(10)]
     assert compose("data=imagefolder").data.name == "imagefolder"
+
+
+BAD_RUN = ("data=imagefolder", "data.image_size=12", "model=lenet", "precision=fp32", "global_batch_size=6", "epochs=2")
+
+
+def test_bad_images_end_a_run_before_its_first_save_and_can_be_left_out(tmp_path: Path) -> None:
+    bad = spoil(write_folder(tmp_path / "root", count=9))
+    words = (*BAD_RUN, f"data.root={tmp_path}/root", f"output_dir={tmp_path}")
+    assert launch(*words, "name=run").code == 2
+    done = launch(*words, "name=run", ranks=2)
+    assert done.code == 1, done.output  # torchrun's, whatever that of its ranks is
+    assert "exitcode  : 2" in done.output
+    [line] = [line for line in done.output.splitlines() if " cannot be read: " in line]
+    assert re.search(r"train/.*\.png cannot be read: .*; data\.on_bad_image=skip leaves it out, and resumes", line)
+    done = launch(*words, "name=run", "data.on_bad_image=skip", ranks=2)
+    assert done.code == 0, done.output
+    listed = [json.loads(line) for line in (tmp_path / "run/bad_images.jsonl").read_text().splitlines()]
+    assert sorted(line["path"] for line in listed) == bad
+    assert all(line["reason"] for line in listed)
+    assert "left out: " in done.output
+    for ranks in (1, 3):
+        train_on(ranks, *words, f"name={ranks}", "data.on_bad_image=skip")
+        assert (tmp_path / f"{ranks}/bad_images.jsonl").read_text() == (tmp_path / "run/bad_images.jsonl").read_text()
+        assert read_summary(tmp_path / str(ranks))["eval/count"] == read_summary(tmp_path / "run")["eval/count"] == 17
+        torch.testing.assert_close(newest_checkpoint(tmp_path / str(ranks))["model"],
+                                   newest_checkpoint(tmp_path / "run")["model"], rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+def test_a_cache_knows_its_bad_images(tmp_path: Path) -> None:
+    bad = spoil(write_folder(tmp_path / "root", count=9))
+    words = (*BAD_RUN, f"data.root={tmp_path}/root", f"output_dir={tmp_path}", "data.cache=uint8",
+             f"data.cache_dir={tmp_path}/cache", "data.on_bad_image=skip")  # fmt: skip
+    for name in ("first", "second"):
+        train_on(2, *words, f"name={name}")
+        listed = [json.loads(line) for line in (tmp_path / name / "bad_images.jsonl").read_text().splitlines()]
+        assert sorted(line["path"] for line in listed) == bad
+    assert_bitwise(newest_checkpoint(tmp_path / "first")["model"], newest_checkpoint(tmp_path / "second")["model"])
+
+
+def test_a_file_that_changes_in_training_ends_the_run(tmp_path: Path) -> None:
+    datasets = build(write_folder(tmp_path))
+    with open(tmp_path / "train/dog/2.png", "ab") as file:
+        file.write(b"x")
+    reader = SampleReader(datasets.train, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"train/dog/2\.png cannot be read: .*it has changed since it was found"):
+        list(reader.read([torch.arange(12)]))

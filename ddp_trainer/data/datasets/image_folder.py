@@ -1,25 +1,15 @@
 """A folder of images: a folder per class, in folders for training and evaluation or in one that is split."""
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_trainer.config.data import ImageFolderConfig
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.data import Cache, ImageFolderConfig
+from ddp_trainer.config.errors import require
 from ddp_trainer.data.dataset import Datasets
+from ddp_trainer.data.file_index import EXTENSIONS, FileIndex, load_index
 from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.distributed.environment import user_cache
 
-EXTENSIONS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
-
-
-@dataclass(slots=True)
-class Scanned:
-    """What a scan has found: the names of the class folders, and (name, size, label) of each file, sorted."""
-
-    class_names: list[str]
-    files: list[tuple[bytes, int, int]]
 
 
 def build_image_folder(config: ImageFolderConfig) -> Datasets:
@@ -27,66 +17,69 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
     root = Path(config.root or "").expanduser()
     require(root.is_dir(), f"data.root={config.root} must be a folder of images: it is not a folder")
-    min_crop_area = config.augment.random_resized_crop or 1.0
+    train_folder, eval_folder = find_splits(root, is_split=config.validation_fraction > 0)
+    cache_dir = cache_folder(config)
+    train = load_index(train_folder, cache_dir)
+    check_classes(train)
+    evaluation = None if eval_folder is None else load_index(eval_folder, cache_dir)
+    if evaluation is not None:
+        check_evaluation(evaluation, train.class_names)
 
-    def split(folder: Path, scanned: Scanned) -> ImageFiles:
-        return ImageFiles(folder, scanned.files, image_size=config.image_size, min_crop_area=min_crop_area)
+    def split(files: FileIndex) -> ImageFiles:
+        images = ImageFiles(
+            files, train.class_names, image_size=config.image_size,
+            min_crop_area=config.augment.random_resized_crop or 1.0,
+        )  # fmt: skip
+        if config.cache is Cache.uint8:
+            images.open_cache(cache_dir)
+        return images
 
+    images = split(train)
+    return Datasets(
+        train=images, eval=images if evaluation is None else split(evaluation), class_names=train.class_names
+    )
+
+
+def cache_folder(config: ImageFolderConfig) -> Path:
+    """Return the folder of lists of files and of caches; by default one of the user's."""
+    return user_cache() if config.cache_dir is None else Path(config.cache_dir).expanduser()
+
+
+def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
+    """Return the folders for training and evaluation; None: a part of the first is held out, if data `is_split`."""
     if not (root / "train").is_dir():
         require(
-            config.validation_fraction > 0,
-            f"data.root={config.root} has no folder train: make root/train/<class> and root/val/<class>, or split the "
+            is_split,
+            f"data.root={root} has no folder train: make root/train/<class> and root/val/<class>, or split the "
             "folders that are there with data.validation_fraction=0.2",
         )
-        scanned = scan(root)
-        files = split(root, scanned)
-        return Datasets(train=files, eval=files, class_names=scanned.class_names)
-    train = scan(root / "train")
-    folder = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
-    if folder is None:
+        return root, None
+    if is_split:
+        return root / "train", None
+    evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
+    require(
+        evaluation is not None,
+        f"data.root={root} has no folder val or test: make one, or set data.validation_fraction=0.2",
+    )
+    return root / "train", evaluation
+
+
+def check_classes(files: FileIndex) -> None:
+    """Check that there are two classes or more, each with an image."""
+    count = len(files.class_names)
+    require(count > 1, f"{files.root} must have a folder for each of two or more classes and has {count}")
+    for name, images in zip(files.class_names, files.counts.tolist(), strict=True):
         require(
-            config.validation_fraction > 0,
-            f"data.root={config.root} has no folder val or test: make one, or set data.validation_fraction=0.2",
+            images > 0,
+            f"{files.root / name} has no image: add some, or remove it; images are files that end in "
+            f"{b', '.join(EXTENSIONS).decode()}",
         )
-        files = split(root / "train", train)
-        return Datasets(train=files, eval=files, class_names=train.class_names)
-    evaluation = scan(folder, class_names=train.class_names)
-    return Datasets(train=split(root / "train", train), eval=split(folder, evaluation), class_names=train.class_names)
 
 
-def scan(folder: Path, class_names: list[str] | None = None) -> Scanned:
-    """Return the images below each class folder of `folder`, in a fixed order.
-
-    class_names: those that there may be; without it, those that there are, each with an image at least. ConfigError
-    names a folder that does not fit or cannot be read.
-    """
-    try:
-        found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-        names = class_names or found
-        if unknown := sorted(set(found) - set(names)):
-            raise ConfigError(f"{folder} has the class {unknown[0]!r}, which the training images do not have")
-        require(len(names) > 1, f"{folder} must have a folder for each of two or more classes and has {len(names)}")
-        files = []
-        for label, name in enumerate(names):
-            images = sorted(walk(folder / name, b"", set())) if name in found else []
-            require(class_names is not None or bool(images), f"{folder / name} has no image: add some, or remove it")
-            prefix = os.fsencode(name) + b"/"
-            files += [(prefix + image, size, label) for image, size in images]
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
-    require(bool(files), f"{folder} has no images: files that end in {', '.join(EXTENSIONS)}")
-    return Scanned(names, files)
-
-
-def walk(folder: Path, prefix: bytes, visited: set[tuple[int, int]]) -> Iterator[tuple[bytes, int]]:
-    """Yield name, relative to the first folder, and size of each image in `folder` and below it, each folder once."""
-    status = os.stat(folder)
-    if (status.st_dev, status.st_ino) in visited:  # a link back
-        return
-    visited.add((status.st_dev, status.st_ino))
-    for entry in os.scandir(folder):
-        name = prefix + os.fsencode(entry.name)
-        if entry.is_dir():
-            yield from walk(Path(entry.path), name + b"/", visited)
-        elif entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
-            yield name, entry.stat().st_size
+def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
+    """Check that there are images, and no class that the training images do not have."""
+    unknown = [name for name in files.class_names if name not in set(class_names)]
+    require(
+        not unknown, f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not have"
+    )
+    require(len(files) > 0, f"{files.root} has no images: files that end in {b', '.join(EXTENSIONS).decode()}")

@@ -1,0 +1,123 @@
+"""Decoding of image files of any size and format, and the parts of images that become uint8 [3, S, S]."""
+
+import io
+import math
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+try:
+    from torchcodec.decoders import decode_image
+except (ImportError, OSError, RuntimeError):  # the extra `images`; twice as fast as Pillow
+    decode_image = None
+
+ONLY_PILLOW = (b"BM", b"II*\0", b"MM\0*", b"P5", b"P6")
+"""The first bytes of BMP, TIFF and PPM files, which torchcodec does not decode."""
+MAX_PIXELS = 100_000_000
+"""Of an image; those of 300 MB each, on several threads, would take the memory of the host."""
+ASPECT = math.log(4 / 3)
+"""The logarithm of the largest ratio of width to height of a random crop, and of height to width."""
+CENTER = 0.875
+"""The side of the square in the center that an evaluation sees, as a share of the shorter side: 224 of 256."""
+MAX_ASPECT = 4
+"""Of an image that `shrink` returns: the ends of longer ones are cut off."""
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+def decoder_name() -> str:
+    """Return name and version of the library that decodes most formats."""
+    package = "Pillow" if decode_image is None else "torchcodec"
+    return f"{package}-{version(package)}"
+
+
+class BadImageError(Exception):
+    """The file cannot be decoded: it is empty, truncated, too large or not an image; the message says why."""
+
+
+def decode(data: bytes) -> Tensor:
+    """Return the image in `data` as RGB, uint8 [3, H, W], turned as its EXIF data say; of several frames the first.
+
+    Raises:
+        BadImageError: it is empty, truncated, too large or not an image.
+    """
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, of which it only warns, is lower than MAX_PIXELS
+    try:
+        with Image.open(io.BytesIO(data)) as opened:  # reads the header only
+            width, height = opened.size
+            if width * height > MAX_PIXELS:
+                limit = f"at most {MAX_PIXELS / 1e6:.0f} million are decoded"
+                raise BadImageError(f"it has {width} × {height} pixels, and {limit}: scale it down")
+            return decode_pixels(data, opened)
+    except BadImageError:
+        raise
+    except UnidentifiedImageError as error:
+        raise BadImageError("it is not an image of a known format" if data else "it is empty") from error
+    except Exception as error:  # decoders raise anything
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise
+        raise BadImageError(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
+
+
+def decode_pixels(data: bytes, opened: Image.Image) -> Tensor:
+    """Return the pixels of the image in `data`, which Pillow has `opened`: uint8 [3, H, W]."""
+    if decode_image is not None and not data.startswith(ONLY_PILLOW):
+        image = decode_image(data, mode="RGB")
+        return image if image.ndim == 3 else image[0]
+    turned: Any = ImageOps.exif_transpose(opened)
+    if turned.mode.startswith("I"):  # 16 bits, of which convert would keep the low ones
+        turned = Image.fromarray((np.asarray(turned) // 257).astype(np.uint8))
+    return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1)
+
+
+def random_box(height: int, width: int, draws: Tensor, min_area: float) -> Box:
+    """Return a part with `min_area` to all of the area and an aspect of 3:4 to 4:3, as far as the image has it.
+
+    Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842): training.
+    """
+    area, aspect, down, right = draws.tolist()
+    area = (min_area + (1 - min_area) * area) * height * width
+    aspect = math.exp((2 * aspect - 1) * ASPECT)
+    rows = min(height, max(1, round(math.sqrt(area / aspect))))
+    columns = min(width, max(1, round(math.sqrt(area * aspect))))
+    return Box(int(down * (height - rows + 1)), int(right * (width - columns + 1)), rows, columns)
+
+
+def center_box(height: int, width: int) -> Box:
+    """Return the square in the center whose side is `CENTER` of the shorter side."""
+    side = max(1, round(CENTER * min(height, width)))
+    return Box((height - side) // 2, (width - side) // 2, side, side)
+
+
+def resize(image: Tensor, box: Box, size: int) -> Tensor:
+    """Return the part `box` of an image, scaled with antialiasing. image: uint8 [3, H, W] -> [3, size, size]."""
+    part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
+    return interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0]
+
+
+def shrink(image: Tensor, short_side: int) -> Tensor:
+    """Return an image scaled down to `short_side` pixels, never up, without the ends of one longer than `MAX_ASPECT`.
+
+    image: uint8 [3, H, W] -> [3, h, w].
+    """
+    height, width = image.shape[1:]
+    longest = MAX_ASPECT * min(height, width)
+    rows, columns = min(height, longest), min(width, longest)
+    top, left = (height - rows) // 2, (width - columns) // 2
+    part = image[None, :, top : top + rows, left : left + columns]
+    if (scale := short_side / min(rows, columns)) >= 1:
+        return part[0]
+    size = (max(short_side, round(rows * scale)), max(short_side, round(columns * scale)))
+    return interpolate(part, size=size, mode="bilinear", antialias=True)[0]

@@ -1,0 +1,193 @@
+"""The image files of a folder: scanned by threads once per node, and kept as one buffer of names in a file."""
+
+import hashlib
+import os
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.data.progress import show_progress
+from ddp_trainer.distributed.files import lock_file, replace_file
+
+EXTENSIONS = (b".avif", b".bmp", b".gif", b".jpeg", b".jpg", b".png", b".ppm", b".tif", b".tiff", b".webp")
+SCAN_THREADS = 8
+"""They wait for the file system, not for a core."""
+LOCK_SECONDS = 3600.0
+"""How long a rank waits for another one that scans."""
+SETTLED_SECONDS = 3.0
+"""A folder that changed so shortly before its scan may change again within the same tick of its clock."""
+SAMPLES = 1000
+"""How many files are compared with a saved index, because a file that is overwritten leaves its folder's time."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileIndex:
+    """The images below the class folders of `root`, sorted by class and name."""
+
+    root: Path
+    saved_in: Path
+    """The file that has, or would have, this index."""
+    class_names: list[str]
+    """The names of the class folders, sorted; one may have no image."""
+    counts: Array
+    """int64 [classes]: how many images each class has."""
+    names: bytes
+    """All names, relative to `root`, one after another."""
+    ends: Array
+    """int64 [N]: where each name ends."""
+    sizes: Array
+    """int64 [N]: bytes of each file."""
+    times: Array
+    """int64 [N]: when each file was changed, in ns."""
+    folders: list[bytes]
+    """All folders that were read, relative to `root`."""
+    folder_times: Array
+    """int64 [folders]: when each folder was changed, in ns."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def path(self, index: int) -> Path:
+        """Return the path of a file."""
+        start = int(self.ends[index - 1]) if index else 0
+        return self.root / os.fsdecode(self.names[start : int(self.ends[index])])
+
+    def digest(self, *, with_times: bool = False) -> str:
+        """Return a digest of names and sizes, which copies on other nodes share; also of times, which they do not."""
+        digest = hashlib.sha256("\0".join(self.class_names).encode(errors="surrogateescape"))
+        for part in (self.counts, self.names, self.ends, self.sizes, *([self.times] if with_times else [])):
+            digest.update(part if isinstance(part, bytes) else part.data)
+        return digest.hexdigest()
+
+    def is_current(self) -> bool:
+        """Return whether no folder was changed since the scan, and no file of `SAMPLES`."""
+        chosen = np.unique(np.linspace(0, len(self) - 1, min(SAMPLES, len(self))).astype(np.int64)).tolist()
+        paths = [*(os.path.join(os.fsencode(self.root), name) for name in self.folders), *map(self.path, chosen)]
+        try:
+            with ThreadPoolExecutor(SCAN_THREADS) as pool:
+                found = [(status.st_mtime_ns, status.st_size) for status in pool.map(os.stat, paths)]
+        except OSError:
+            return False
+        folders, files = found[: len(self.folders)], found[len(self.folders) :]
+        known = list(zip(self.times[chosen].tolist(), self.sizes[chosen].tolist(), strict=True))
+        return [changed for changed, _ in folders] == self.folder_times.tolist() and files == known
+
+
+def load_index(root: Path, cache_dir: Path) -> FileIndex:
+    """Return the index of `root`: the one saved in `cache_dir`, if it is current, else that of a scan, which is saved.
+
+    Processes of a node scan one at a time. A `cache_dir` that cannot be written means that each of them scans.
+
+    Raises:
+        ConfigError: a folder cannot be read.
+    """
+    path = cache_dir / f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.index"
+    if (saved := read_index(path, root)) is not None:
+        return saved
+    holder = f"{root} has been scanned by another process for {LOCK_SECONDS:.0f} s: is it still alive?"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with lock_file(path.with_suffix(".lock"), seconds=LOCK_SECONDS, holder=holder):
+            return read_index(path, root) or save_index(scan(root, path))
+    except OSError:
+        return scan(root, path)
+
+
+def scan(root: Path, path: Path) -> FileIndex:
+    """Return the index of `root`, which may be saved in `path`; ConfigError names a folder that cannot be read."""
+    try:
+        status = os.stat(root)
+        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+        with show_progress(f"scanning {root}") as advance, ThreadPoolExecutor(SCAN_THREADS) as pool:
+            parts = list(pool.map(partial(scan_class, os.fsencode(root), advance), map(os.fsencode, classes)))
+    except OSError as error:
+        raise ConfigError(f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+    folders = {b"": status.st_mtime_ns} | {name: changed for _, found in parts for name, changed in found.items()}
+    files = [file for part, _ in parts for file in part]
+    numbers = np.array([(len(name), size, changed) for name, size, changed in files], dtype=np.int64).reshape(-1, 3)
+    return FileIndex(
+        root=root,
+        saved_in=path,
+        class_names=classes,
+        counts=np.array([len(part) for part, _ in parts], dtype=np.int64),
+        names=b"".join(name for name, _, _ in files),
+        ends=numbers[:, 0].cumsum(),
+        sizes=numbers[:, 1].copy(),
+        times=numbers[:, 2].copy(),
+        folders=list(folders),
+        folder_times=np.array(list(folders.values()), dtype=np.int64),
+    )
+
+
+def scan_class(
+    root: bytes, advance: Callable[[int], None], name: bytes
+) -> tuple[list[tuple[bytes, int, int]], dict[bytes, int]]:
+    """Return (name, bytes, time) of each image of a class, sorted, and the time of each folder."""
+    folders: dict[bytes, int] = {}
+    files = sorted(walk(root, name, folders, set()))
+    advance(len(files))
+    return files, folders
+
+
+def walk(
+    root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]
+) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (name, bytes, time) of each image in `folder` and below it, each folder once, and note folders' times."""
+    path = os.path.join(root, folder)
+    status = os.stat(path)
+    if (status.st_dev, status.st_ino) in visited:  # a link back
+        return
+    visited.add((status.st_dev, status.st_ino))
+    folders[folder] = status.st_mtime_ns
+    with os.scandir(path) as entries:
+        for entry in entries:
+            name = os.path.join(folder, entry.name)
+            if entry.name.startswith(b"."):  # among others the ._x.jpg of macOS, which are no images
+                continue
+            if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
+                found = entry.stat()
+                yield name, found.st_size, found.st_mtime_ns
+            elif entry.is_dir():
+                yield from walk(root, name, folders, visited)
+
+
+def save_index(index: FileIndex) -> FileIndex:
+    """Write `index` to its file, unless a folder was changed just now, and return it; a full disk is ignored."""
+    if len(index) and time.time_ns() - int(index.folder_times.max()) > SETTLED_SECONDS * 1e9:
+        texts = {"names": index.names, "folders": b"\0".join(index.folders)}
+        texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))
+        arrays = {key: np.frombuffer(text, np.uint8) for key, text in texts.items()}
+        arrays |= {name: getattr(index, name) for name in ("counts", "ends", "sizes", "times", "folder_times")}
+        with suppress(OSError), replace_file(index.saved_in) as file:
+            np.savez(file, allow_pickle=False, **arrays)
+    return index
+
+
+def read_index(path: Path, root: Path) -> FileIndex | None:
+    """Return the index in `path`; None if there is none, it is damaged, or the folder has changed."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+            arrays: dict[str, Any] = dict(saved)
+        texts = {key: arrays.pop(key).tobytes() for key in ("names", "folders", "class_names")}
+        index = FileIndex(
+            root=root,
+            saved_in=path,
+            names=texts["names"],
+            folders=texts["folders"].split(b"\0"),
+            class_names=[os.fsdecode(name) for name in texts["class_names"].split(b"\0")],
+            **arrays,
+        )
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return None
+    return index if index.is_current() else None

@@ -1,0 +1,220 @@
+"""The cache of a folder's images: scaled down, in one file that all ranks of a node map into their memory.
+
+A cache is a folder with the file `PIXELS`, which has uint8 [H, W, 3] of one image after another, the file `RECORDS`,
+which has a record for each, and `BAD`, the reasons why images could not be decoded. It is built under another name, and
+renamed when it is complete. A build that was killed is continued after the last image whose bytes and record are there.
+"""
+
+import errno
+import json
+import os
+import shutil
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.data.decoding import BadImageError
+from ddp_trainer.data.file_index import Array
+from ddp_trainer.data.progress import show_progress
+from ddp_trainer.distributed.files import lock_file, replace_text
+
+PIXELS, RECORDS, BAD = "pixels", "records", "bad.jsonl"
+RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
+"""Of an image; both sides are 0 if it could not be decoded."""
+LOCK_SECONDS = 7 * 24 * 3600.0
+"""How long a rank waits for another one that builds."""
+AHEAD_PER_THREAD = 4
+
+Decoded = Tensor | BadImageError
+
+
+class DamagedCacheError(RuntimeError):
+    """The cache does not have the bytes that were written."""
+
+
+class PixelCache:
+    """A complete cache. Threads may read it at the same time."""
+
+    def __init__(self, folder: Path, *, count: int) -> None:
+        """Map the cache of `count` images in `folder`; ConfigError if it is damaged."""
+        self.folder, self.records = folder, read_records(folder)
+        lengths = sizes(self.records)
+        self._ends = lengths.cumsum()
+        is_whole = len(self.records) == count and (folder / PIXELS).stat().st_size == lengths.sum()
+        require(is_whole, f"the cache {folder} is damaged: remove it, and it is built again")
+        require(bool(lengths.any()), f"no image can be decoded: {folder / BAD} has the reasons")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch cannot mark a tensor as read-only
+            self.pixels = torch.from_numpy(np.memmap(folder / PIXELS, np.uint8, "r"))
+        self._is_checked = bytearray(count)
+        self.reasons = read_reasons(folder)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return an image, uint8 [3, H, W], as a view of the file; its checksum is compared the first time.
+
+        Raises:
+            BadImageError: it could not be decoded when the cache was built.
+            DamagedCacheError: its bytes have changed since.
+        """
+        height, width, crc = self.records[index].tolist()
+        if height == 0:
+            raise BadImageError(self.reasons.get(index, "it could not be decoded"))
+        end = int(self._ends[index])
+        block = self.pixels[end - height * width * 3 : end]
+        if not self._is_checked[index]:
+            if zlib.crc32(block.numpy().data) != crc:
+                raise DamagedCacheError(
+                    f"the cache {self.folder} has other bytes than were written: remove it, and check disk and memory"
+                )
+            self._is_checked[index] = True
+        return block.view(height, width, 3).permute(2, 0, 1)
+
+
+def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> PixelCache:
+    """Return the cache in `folder`, built by one process of this node with `num_threads` if it is not there.
+
+    read: returns image `index`, uint8 [3, H, W], or raises BadImageError.
+
+    Raises:
+        ConfigError: it cannot be written, or does not fit on the disk.
+        TransientError: another process builds too long.
+    """
+    try:
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            holder = f"another process has built the cache {folder} for a week: is it still alive?"
+            with lock_file(folder.with_name(f"{folder.name}.lock"), seconds=LOCK_SECONDS, holder=holder):
+                if not folder.is_dir():
+                    build(folder, read, count=count, num_threads=num_threads, task=task)
+        return PixelCache(folder, count=count)
+    except OSError as error:
+        raise ConfigError(f"data.cache=uint8 cannot use {folder}: {error.strerror}; choose data.cache_dir=…") from error
+
+
+def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> None:
+    """Write the cache beside `folder`, continuing a build that was killed, and rename it to `folder`.
+
+    Raises:
+        ConfigError: the disk is full. What was written is removed, because other programs need the space.
+    """
+    building = folder.with_name(f"{folder.name}.building")
+    building.mkdir(exist_ok=True)
+    done = keep_whole_images(building)
+    try:
+        with (
+            open(building / PIXELS, "ab") as pixels,
+            open(building / RECORDS, "ab") as records,
+            open(building / BAD, "a") as reasons,
+            show_progress(task, total=count) as advance,
+        ):
+            advance(done)
+            for index, image in enumerate(decode_in_order(read, range(done, count), num_threads), done):
+                record = write_image(pixels, reasons, index, image)
+                pixels.flush()
+                reasons.flush()
+                records.write(record)  # last: an image without its record is written again
+                records.flush()
+                done += 1
+                advance(1)
+            for file in (pixels, reasons, records):
+                os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        written = (building / PIXELS).stat().st_size
+        shutil.rmtree(building, ignore_errors=True)
+        raise ConfigError(
+            f"data.cache=uint8 needs about {written / max(1, done) * count / 1e9:.1f} GB in {folder.parent}, and the "
+            f"disk is full after {written / 1e9:.1f}: choose data.cache_dir=… on another, or data.cache=none"
+        ) from error
+    os.rename(building, folder)
+    directory = os.open(folder.parent, os.O_RDONLY)
+    with suppress(OSError):
+        os.fsync(directory)
+    os.close(directory)
+
+
+def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: int) -> Iterator[Decoded]:
+    """Yield images in the order of `indices`, decoded by threads; a BadImageError in place of a bad one."""
+
+    def decode(index: int) -> Decoded:
+        try:
+            return read(index)
+        except BadImageError as error:
+            return error
+
+    remaining, pending = iter(indices), deque[Future[Decoded]]()
+    pool = ThreadPoolExecutor(num_threads, "decoder", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        while True:
+            for index in islice(remaining, num_threads * AHEAD_PER_THREAD - len(pending)):
+                pending.append(pool.submit(decode, index))
+            if not pending:
+                return
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:
+    """Write the bytes of an image, or the reason why there are none, and return its record."""
+    if isinstance(image, BadImageError):
+        reasons.write(json.dumps([index, str(image)]) + "\n")
+        return np.array((0, 0, 0), RECORD).tobytes()
+    block = image.permute(1, 2, 0).contiguous().numpy()
+    pixels.write(block.data)
+    return np.array((*block.shape[:2], zlib.crc32(block.data)), RECORD).tobytes()
+
+
+def keep_whole_images(building: Path) -> int:
+    """Cut off what follows the last image with its bytes and a right record, and return the number of images."""
+    if not (building / RECORDS).exists():
+        for name in (PIXELS, RECORDS, BAD):
+            (building / name).write_bytes(b"")
+        return 0
+    records = read_records(building)
+    ends = sizes(records).cumsum()
+    count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))
+    with open(building / PIXELS, "rb") as pixels:  # all of it: a host that lost power may have lost some pages
+        for index, record in enumerate(records[:count]):
+            height, width, crc = record.tolist()
+            if zlib.crc32(pixels.read(height * width * 3)) != crc:
+                count = index
+                break
+    whole = [json.dumps([index, text]) + "\n" for index, text in read_reasons(building).items() if index < count]
+    replace_text(building / BAD, "".join(whole))
+    os.truncate(building / PIXELS, int(ends[count - 1]) if count else 0)
+    os.truncate(building / RECORDS, count * RECORD.itemsize)
+    return count
+
+
+def read_records(folder: Path) -> Array:
+    """Return the whole records in `folder`."""
+    data = (folder / RECORDS).read_bytes()
+    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+def sizes(records: Array) -> Array:
+    """Return the bytes of each image: int64 [N]."""
+    return records["height"].astype(np.int64) * records["width"] * 3
+
+
+def read_reasons(folder: Path) -> dict[int, str]:
+    """Return the reasons why images are bad, by number; a line that was cut off is ignored."""
+    reasons = {}
+    for line in (folder / BAD).read_text().splitlines():
+        with suppress(ValueError):
+            index, reason = json.loads(line)
+            reasons[index] = reason
+    return reasons

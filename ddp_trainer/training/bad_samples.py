@@ -1,0 +1,68 @@
+"""Samples that could not be read: gathered over ranks at control points, and listed, or the end of the run."""
+
+import json
+import logging
+from pathlib import Path
+
+from ddp_trainer.config.data import OnBadImage
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.process_group import World
+
+logger = logging.getLogger(__name__)
+
+FILE = "bad_images.jsonl"
+
+
+class BadSamples:
+    """All samples that the readers of any rank could not read, in the file `FILE` of the run directory."""
+
+    def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
+        """own: name and reason of those of this rank, to which its readers append."""
+        self.own, self.world, self.on_bad_image, self.path = own, world, on_bad_image, run_dir / FILE
+        self.num_gathered = 0
+        self.reasons: dict[str, str] = {}
+
+    @property
+    def num_new(self) -> int:
+        """How many of this rank's bad samples have not been gathered."""
+        return len(self.own) - self.num_gathered
+
+    def gather(self) -> None:
+        """Gather new ones from all ranks, and list them. Collective: every rank must call this.
+
+        Raises:
+            ConfigError: on all ranks, with on_bad_image=error and a bad sample on one.
+        """
+        new = self.own[self.num_gathered :]
+        self.num_gathered += len(new)
+        gathered = sorted(sample for part in self.world.all_gather_object(new) for sample in part)
+        found = {name: reason for name, reason in gathered if name not in self.reasons}
+        if not found:
+            return
+        self.reasons |= found
+        name, reason = next(iter(found.items()))
+        others = "" if len(found) == 1 else f", nor can {len(found) - 1} more"
+        if self.on_bad_image is OnBadImage.error:
+            raise ConfigError(
+                f"{printable(name)} cannot be read: {reason}{others}; data.on_bad_image=skip leaves it out, and "
+                "resumes this run"
+            )
+        if self.world.is_main:
+            self.write()
+        logger.warning("left out: %s cannot be read: %s%s (%s)", printable(name), reason, others, self.path)
+
+    def write(self) -> None:
+        """Add to the file those that it does not have yet; a full disk is ignored."""
+        try:
+            lines = self.path.read_text().splitlines() if self.path.exists() else []
+            known = {line["path"]: line["reason"] for line in map(json.loads, lines)}
+            entries = sorted((known | self.reasons).items())
+            replace_text(self.path, "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in entries))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s was not written: %s", self.path, error)
+
+
+def printable(name: str) -> str:
+    """Return `name` on one line, without characters that cannot be printed."""
+    return name if name.isprintable() else repr(name)[1:-1]

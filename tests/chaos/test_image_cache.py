@@ -1,0 +1,151 @@
+"""Folders of images under fire: kills while the cache is built and while images are read, and a million files."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    assert_bitwise,
+    compose,
+    forkserver,
+    newest_step,
+    start_ranks,
+    train,
+    train_on,
+    trained_state,
+    wait_for,
+)
+from PIL import Image
+
+from ddp_trainer.data.dataset import Datasets, build_datasets
+from ddp_trainer.data.file_index import load_index
+from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.training.metrics import peak_memory_mb
+
+BUILD_KILLS, TRAIN_KILLS = 100, 20
+
+
+def write_photos(root: Path, *, count: int, size: tuple[int, int] = (300, 400)) -> Path:
+    """Write so many JPEGs of smooth noise in three classes."""
+    noise = np.random.default_rng(0)
+    for number in range(count):
+        coarse = Image.fromarray(noise.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        for split in ("train", "val") if number % 4 == 0 else ("train",):
+            folder = root / split / f"class {number % 3}"
+            folder.mkdir(parents=True, exist_ok=True)
+            coarse.resize(size[::-1], Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
+    return root
+
+
+def folder_words(root: Path, cache_dir: Path, *, cache: str) -> tuple[str, ...]:
+    return ("data=imagefolder", f"data.root={root}", f"data.cache={cache}", f"data.cache_dir={cache_dir}",
+            "data.image_size=24", "model=lenet", "precision=fp32")  # fmt: skip
+
+
+def build(words: tuple[str, ...]) -> Datasets:
+    return build_datasets(compose(*words).data)
+
+
+@pytest.mark.fault("SIGKILL while the cache of images is built", times=BUILD_KILLS)
+@pytest.mark.timeout(600)
+def test_a_cache_whose_build_is_killed_is_never_seen_half_built(tmp_path: Path) -> None:
+    words = folder_words(write_photos(tmp_path / "photos", count=200), tmp_path / "cache", cache="uint8")
+    context, chance = forkserver(), random.Random(0)
+    killed = built = 0
+    while killed < BUILD_KILLS:
+        process = context.Process(target=build, args=(words,))
+        process.start()
+        building = tmp_path / "cache"
+        before = sum(path.stat().st_size for path in building.glob("*.building/records"))
+        wait_for(lambda: sum(p.stat().st_size for p in building.glob("*.building/records")) != before  # noqa: B023
+                 or process.exitcode is not None)  # noqa: B023  # fmt: skip
+        time.sleep(chance.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        killed += process.exitcode == -9
+        whole = sorted(building.glob("*.cache"))
+        for path in whole:  # one that is visible is whole
+            assert not path.with_name(f"{path.name}.building").exists()
+        if len(whole) == 2:
+            assert_whole(words)
+            built += 1
+            for path in whole:
+                for file in path.iterdir():
+                    file.unlink()
+                path.rmdir()
+    build(words)
+    assert_whole(words)
+    assert built > 0
+
+
+def assert_whole(words: tuple[str, ...]) -> None:
+    """Compare all images of the cache with those of the files."""
+    datasets = build(words)
+    for split in (datasets.train, datasets.eval):
+        assert isinstance(split, ImageFiles)
+        cached = [split.read(index, None)[0] for index in range(len(split))]
+        cache, split.cache = split.cache, None
+        assert cache is not None
+        side = min(cache[0].shape[1:])
+        assert side == round(24 / 0.875)
+        files = [split.read(index, None)[0] for index in range(len(split))]
+        assert all((a.int() - b.int()).abs().float().mean() < 3 for a, b in zip(cached, files, strict=True))
+
+
+@pytest.mark.fault("SIGKILL in mid-epoch with images streamed or cached", times=TRAIN_KILLS // 2)
+@pytest.mark.parametrize("cache", ["none", "uint8"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.timeout(600)
+def test_a_run_on_images_killed_in_mid_epoch_ends_as_one_left_alone(ranks: int, cache: str, tmp_path: Path) -> None:
+    root = write_photos(tmp_path / "photos", count=96, size=(60, 80))
+    words = (*folder_words(root, tmp_path / "cache", cache=cache), f"output_dir={tmp_path}", "global_batch_size=12",
+             "epochs=30", "checkpoint.every_steps=2")  # fmt: skip
+    chance, run_dir = random.Random(ranks), tmp_path / "run"
+    for _ in range(TRAIN_KILLS // 2):
+        before = newest_step(run_dir)
+        processes = start_ranks(ranks, train, compose(*words, "name=run"))
+        wait_for(lambda: newest_step(run_dir) > before)  # noqa: B023 - called at once
+        time.sleep(chance.uniform(0, 0.2))
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+    assert newest_step(run_dir) < 30 * 8, "the run was over before its last kill"
+    train_on(ranks, *words, "name=run", deadline=300)
+    train_on(ranks, *words, "name=alone", deadline=300)
+    assert_bitwise(trained_state(tmp_path / "alone"), trained_state(run_dir))
+
+
+CPU = torch.device("cpu")
+NUM_FILES, NUM_CLASSES = 1_000_000, 1000
+
+
+def time_index(root: Path, cache_dir: Path) -> tuple[float, float]:
+    """Return the seconds until this process has the index of `root`, and by how many MB its memory grew."""
+    began, before = time.perf_counter(), peak_memory_mb(CPU)
+    index = load_index(root, cache_dir)
+    assert len(index) == NUM_FILES
+    return time.perf_counter() - began, peak_memory_mb(CPU) - before
+
+
+@pytest.mark.fault("no fault: a folder of a million files is scanned, and found again")
+@pytest.mark.timeout(900)
+def test_a_million_files_are_scanned_once(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for number in range(NUM_CLASSES):
+        folder = root / f"class-{number:04d}"
+        folder.mkdir(parents=True)
+        for name in range(NUM_FILES // NUM_CLASSES):
+            os.close(os.open(folder / f"{name:06d}.jpg", os.O_CREAT | os.O_WRONLY))
+    time.sleep(4)  # a folder that changed just now would be scanned again
+    with forkserver().Pool(1, maxtasksperchild=1) as pool:
+        scan_seconds, scan_mb = pool.apply(time_index, (root, tmp_path / "cache"))
+        load_seconds, load_mb = pool.apply(time_index, (root, tmp_path / "cache"))
+    print(f"scan {scan_seconds:.1f} s, {scan_mb:.0f} MB; from the file {load_seconds:.2f} s, {load_mb:.0f} MB")
+    assert scan_seconds < 60
+    assert load_seconds < 1
+    assert load_mb < 200
