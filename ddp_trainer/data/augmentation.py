@@ -73,15 +73,16 @@ class Augmentation:
         pad = self.config.random_crop_padding
         return torch.nn.functional.pad(images, (pad, pad, pad, pad)) if pad else images
 
-    def crop(self, padded: Tensor, ids: Tensor, params: AugmentationParams) -> Tensor:
-        """Gather, crop and flip. padded: [N, C, H+2p, W+2p], ids: [B] -> [B, C, H, W], dtype kept."""
-        if params.offsets is None:
-            images = padded[ids]
-        else:
-            windows = padded.unfold(2, self.height, 1).unfold(3, self.width, 1)  # a view: [N, C, 2p+1, 2p+1, H, W]
-            images = windows[ids, :, params.offsets[:, 0], params.offsets[:, 1]]
-        if params.flips is not None:
-            images = torch.where(params.flips[:, None, None, None], images.flip(-1), images)
+    def crop(self, padded: Tensor, params: AugmentationParams) -> Tensor:
+        """Crop and flip. padded: uint8 [B, C, H+2p, W+2p] -> [B, C, H, W]."""
+        images = padded
+        if params.offsets is not None:
+            windows = padded.unfold(2, self.height, 1).unfold(3, self.width, 1)  # a view: [B, C, 2p+1, 2p+1, H, W]
+            rows = torch.arange(len(padded), device=padded.device)
+            images = windows[rows, :, params.offsets[:, 0], params.offsets[:, 1]]
+        if params.flips is not None:  # as torch.where, which takes three times as long on a CPU
+            mask = -params.flips.to(torch.uint8)[:, None, None, None]
+            images = images.flip(-1).bitwise_xor_(images).bitwise_and_(mask).bitwise_xor_(images)
         return images
 
     def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:

@@ -133,16 +133,15 @@ class BadSampleError(RuntimeError):
         self.name, self.reason = name, reason
 
 
-def read_sample(dataset: Dataset[Any], index: int, draws: Tensor | None = None) -> tuple[Tensor, int]:
+def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
     """Return image, uint8 [C, H, W], and label of a sample.
 
-    draws: [4] in [0, 1), which choose the part of an image file.
+    draws: four in [0, 1), which choose the part of an image file.
 
     Raises:
         BadSampleError: the data set has raised BadImageError. RuntimeError: it has raised another error.
         ValueError: the sample is of another type than it must be.
     """
-    name = sample_name(dataset, index)
     dataset, index = without_subset(dataset, index)
     try:
         image, label = dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
@@ -151,12 +150,13 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Tensor | None = None) 
             image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
         label = int(label)
     except BadImageError as error:
-        raise BadSampleError(name, str(error)) from error
+        raise BadSampleError(sample_name(dataset, index), str(error)) from error
     except Exception as error:  # a data set's code may raise anything
-        raise RuntimeError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}") from error
     if image.dtype != torch.uint8 or image.ndim != 3:
+        name, shape = sample_name(dataset, index), list(image.shape)
         raise ValueError(
-            f"{name} must be a uint8 tensor [C, H, W] or a PIL image and is {image.dtype} {list(image.shape)}: "
+            f"{name} must be a uint8 tensor [C, H, W] or a PIL image and is {image.dtype} {shape}: "
             "leave scaling and normalization to data.mean and data.std"
         )
     return image, label

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -82,12 +83,12 @@ def decode_pixels(data: bytes, opened: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1)
 
 
-def random_box(height: int, width: int, draws: Tensor, min_area: float) -> Box:
+def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:
     """Return a part with `min_area` to all of the area and an aspect of 3:4 to 4:3, as far as the image has it.
 
     Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842): training.
     """
-    area, aspect, down, right = draws.tolist()
+    area, aspect, down, right = draws
     area = (min_area + (1 - min_area) * area) * height * width
     aspect = math.exp((2 * aspect - 1) * ASPECT)
     rows = min(height, max(1, round(math.sqrt(area / aspect))))
@@ -104,6 +105,7 @@ def center_box(height: int, width: int) -> Box:
 def resize(image: Tensor, box: Box, size: int) -> Tensor:
     """Return the part `box` of an image, scaled with antialiasing. image: uint8 [3, H, W] -> [3, size, size]."""
     part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
+    part = part.contiguous(memory_format=torch.channels_last)  # twice as fast as a part of a larger image
     return interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0]
 
 

@@ -58,10 +58,10 @@ class FileIndex:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def path(self, index: int) -> Path:
+    def path(self, index: int) -> bytes:
         """Return the path of a file."""
-        start = int(self.ends[index - 1]) if index else 0
-        return self.root / os.fsdecode(self.names[start : int(self.ends[index])])
+        start = self.ends[index - 1] if index else 0
+        return os.path.join(os.fsencode(self.root), self.names[start : self.ends[index]])
 
     def digest(self, *, with_times: bool = False) -> str:
         """Return a digest of names and sizes, which copies on other nodes share; also of times, which they do not."""

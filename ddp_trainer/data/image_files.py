@@ -1,6 +1,8 @@
 """A split of image files: uint8 [3, S, S] of each, from the file or from the cache of its folder."""
 
 import errno
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,8 +49,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         """Channels, height and width of an item."""
         return 3, self.image_size, self.image_size
 
-    def read(self, index: int, draws: Tensor | None) -> tuple[Tensor, int]:
-        """Return a random part of an image, chosen by `draws` [4] in [0, 1), or its center without; and its label.
+    def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
+        """Return a random part of an image, chosen by four `draws` in [0, 1), or its center without; and its label.
 
         Raises:
             BadImageError: it cannot be read or decoded; OSError, RuntimeError for errors that may go away.
@@ -60,9 +62,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
     def decode(self, index: int) -> Tensor:
         """Return a whole image, uint8 [3, H, W], from its file."""
-        path, size = self.path(index), int(self.files.sizes[index])
+        size = int(self.files.sizes[index])
         try:
-            data = path.read_bytes()
+            with open(self.files.path(index), "rb", buffering=0) as file:
+                data = file.read()
         except OSError as error:
             if error.errno in BAD_FILE_ERRORS:
                 raise BadImageError(error.strerror) from error
@@ -72,9 +75,9 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
             raise RuntimeError(f"it has changed since it was found, from {size} to {len(data)} bytes: start again")
         return decode(data)
 
-    def path(self, index: int) -> Path:
+    def path(self, index: int) -> str:
         """Return the path of a file."""
-        return self.files.path(index)
+        return os.fsdecode(self.files.path(index))
 
     def fingerprint(self) -> str:
         """Return a digest of the files' names, sizes and labels, and of the size of the images."""

@@ -1,7 +1,7 @@
 """Readers of batches: of images in memory, and of a map-style data set, whose samples are read ahead by threads."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, repeat
 from typing import Any
@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 from ddp_trainer.data.dataset import BadSampleError, ImageTensors, num_samples, read_sample, sample_name
 
 BATCHES_AHEAD = 2
+PARTS_PER_THREAD = 4
+"""Into how many parts for each thread the samples of a batch are divided."""
 NO_LABEL = -100
 """The label of a sample that counts as none: cross_entropy ignores it."""
 
@@ -33,7 +35,7 @@ class ResidentReader:
         """Yield uint8 [B, C, H, W] and int64 [B], on the device, for each int64 [B] of sample ids."""
         for ids in batches:
             on_device = ids.to(self.labels.device, non_blocking=True)
-            yield self.pixels[on_device], self.labels[on_device]
+            yield self.pixels.index_select(0, on_device), self.labels.index_select(0, on_device)
 
 
 class SampleReader:
@@ -92,32 +94,38 @@ class SampleReader:
     def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> "PendingBatch":
         """Begin to read a batch: threads write each sample to its place."""
         with torch.inference_mode(False):  # of an evaluation, which the threads are not in
-            images = torch.empty(len(ids), *self.image_shape, dtype=torch.uint8, pin_memory=self.pin_memory)
+            shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
+            images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
             labels = torch.empty(len(ids), dtype=torch.int64)
 
-        def fill(place: int, index: int) -> None:
-            try:
-                images[place], labels[place] = self.sample(index, None if draws is None else draws[place])
-            except BadSampleError as error:
-                images[place], labels[place] = self.blank, NO_LABEL
-                self.bad.append((error.name, error.reason))
+        indices, rows = ids.tolist(), None if draws is None else draws.tolist()
+        places, label_array = range(len(indices)), labels.numpy()
 
-        if self.num_workers:
-            return images, labels, [pool.submit(fill, place, index) for place, index in enumerate(ids.tolist())]
-        for place, index in enumerate(ids.tolist()):
-            fill(place, index)
-        return images, labels, []
+        def fill(places: range) -> None:
+            for place in places:
+                try:
+                    images[place], label_array[place] = self.sample(
+                        indices[place], None if rows is None else rows[place]
+                    )
+                except BadSampleError as error:
+                    images[place], label_array[place] = self.blank, NO_LABEL
+                    self.bad.append((error.name, error.reason))
 
-    def sample(self, index: int, draws: Tensor | None = None) -> tuple[Tensor, int]:
+        if not self.num_workers:
+            fill(places)
+            return images, labels, []
+        # waking a thread for each sample would take as long as to read a cached one
+        part = max(1, len(ids) // (PARTS_PER_THREAD * self.num_workers))
+        return images, labels, [pool.submit(fill, places[start : start + part]) for start in places[::part]]
+
+    def sample(self, index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
         """Return a sample after checking its shape and its label."""
         image, label = read_sample(self.dataset, index, draws)
-        name = sample_name(self.dataset, index)
         if image.shape != self.image_shape:
-            raise ValueError(
-                f"{name} has the shape {list(image.shape)} and the first one {list(self.image_shape)}: all images "
-                "must have the same"
-            )
+            name, shape, first = sample_name(self.dataset, index), list(image.shape), list(self.image_shape)
+            raise ValueError(f"{name} has the shape {shape} and the first one {first}: all images must have the same")
         if not 0 <= label < self.num_classes:
+            name = sample_name(self.dataset, index)
             raise ValueError(f"{name} has the label {label}: labels must be 0 to {self.num_classes - 1}")
         return image, label
 

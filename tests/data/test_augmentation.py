@@ -29,7 +29,7 @@ def equal(one: AugmentationParams, other: AugmentationParams) -> bool:
 
 def change(padded: Tensor, ids: Tensor, draws: AugmentationParams, augment: Augmentation) -> Tensor:
     """Return what training sees of uint8 images, without normalisation."""
-    return augment.erase(augment.crop(padded, ids, draws).float(), draws)
+    return augment.erase(augment.crop(padded[ids], draws).float(), draws)
 
 
 def change_one_by_one(images: Tensor, ids: Tensor, draws: AugmentationParams, config: AugmentConfig) -> Tensor:

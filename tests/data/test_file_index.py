@@ -31,7 +31,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def age(path: Path, *, seconds: float = 3600) -> None:
-    os.utime(path, (time.time() - seconds,) * 2)
+    then = time.time() - seconds
+    os.utime(path, (then, then))
 
 
 @pytest.fixture

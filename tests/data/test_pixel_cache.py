@@ -187,7 +187,7 @@ def test_images_come_from_the_cache_as_they_were_scaled(tmp_path: Path) -> None:
             whole = files.decode(index)
             assert torch.equal(split.cache[index], shrink(whole, 18))
             assert min(split.cache[index].shape[1:]) == 18
-            draws = torch.rand(4, generator=torch.Generator().manual_seed(index))
+            draws = torch.rand(4, generator=torch.Generator().manual_seed(index)).tolist()
             image, label = split.read(index, draws)
             assert image.shape == (3, 16, 16)
             assert label == split.labels[index]
