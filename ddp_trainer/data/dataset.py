@@ -165,9 +165,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
 def sample_name(dataset: Dataset[Any], index: int) -> str:
     """Return the name of a sample in messages: that in the whole data set, if a part of it was held out."""
     dataset, index = without_subset(dataset, index)
-    return (
-        str(dataset.path(index)) if isinstance(dataset, ImageFiles) else f"sample {index} of {type(dataset).__name__}"
-    )
+    return dataset.path(index) if isinstance(dataset, ImageFiles) else f"sample {index} of {type(dataset).__name__}"
 
 
 def without_subset(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -64,8 +65,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         """Return a whole image, uint8 [3, H, W], from its file."""
         size = int(self.files.sizes[index])
         try:
-            with open(self.files.path(index), "rb", buffering=0) as file:
-                data = file.read()
+            data = np.fromfile(self.files.path(index), np.uint8)
         except OSError as error:
             if error.errno in BAD_FILE_ERRORS:
                 raise BadImageError(error.strerror) from error

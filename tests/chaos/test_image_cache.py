@@ -38,7 +38,7 @@ def write_photos(root: Path, *, count: int, size: tuple[int, int] = (300, 400)) 
         for split in ("train", "val") if number % 4 == 0 else ("train",):
             folder = root / split / f"class {number % 3}"
             folder.mkdir(parents=True, exist_ok=True)
-            coarse.resize(size[::-1], Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
+            coarse.resize((size[1], size[0]), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
     return root
 
 
