@@ -43,7 +43,7 @@ class StepRun:
 
     def take_steps(self, count: int) -> dict[str, float]:
         """Take `count` optimizer steps and return the timer's tags."""
-        self.step.model.train()
+        self.step.begin_training()
         self.timer.restart()
         for batch in islice(self.batches(), count):
             self.step(batch.images, batch.labels)

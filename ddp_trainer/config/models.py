@@ -1,6 +1,6 @@
 """The group ``model``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from omegaconf import MISSING
@@ -21,6 +21,10 @@ class LeNetInit(Enum):
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     name: str = MISSING
+    weights: str | None = None
+    """File of weights to begin with: safetensors, or of torch.save; a last layer for other classes is drawn anew."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained, by the beginnings of their names; backbone: all but those of the last layer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,5 +41,21 @@ class LeNetConfig(ModelConfig):
     """default: PyTorch's; d2l: weights from a normal distribution of standard deviation 0.01."""
 
 
+@dataclass(kw_only=True, slots=True)
+class TorchvisionModelConfig(ModelConfig):
+    name: str = "torchvision"
+    arch: str = "resnet50"
+    """Name of one of torchvision's classifiers, for example efficientnet_b0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TimmModelConfig(ModelConfig):
+    name: str = "timm"
+    arch: str = "resnet50"
+    """Name of one of timm's models, for example vit_small_patch16_224."""
+
+
 register_model("resnet18", ResNet18Config, builder="ddp_trainer.models.resnet:build_resnet18")
 register_model("lenet", LeNetConfig, builder="ddp_trainer.models.lenet:build_lenet")
+register_model("torchvision", TorchvisionModelConfig, builder="ddp_trainer.models.libraries:build_torchvision")
+register_model("timm", TimmModelConfig, builder="ddp_trainer.models.libraries:build_timm")

@@ -4,6 +4,7 @@ from torch import nn
 
 from ddp_trainer import registry
 from ddp_trainer.config.models import ModelConfig
+from ddp_trainer.models.fine_tuning import freeze, load_weights
 
 
 def build_model(config: ModelConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
@@ -12,6 +13,10 @@ def build_model(config: ModelConfig, *, image_shape: tuple[int, int, int], num_c
     Its parameters are drawn from torch's global generator: seed it alike on all ranks.
 
     Raises:
-        ConfigError: the images are too small for it.
+        ConfigError: it does not take such images, or the file of its weights does not fit.
     """
-    return registry.build("model", config, image_shape=image_shape, num_classes=num_classes, returns=nn.Module)
+    model = registry.build("model", config, image_shape=image_shape, num_classes=num_classes, returns=nn.Module)
+    if config.weights is not None:
+        load_weights(model, config.weights, num_classes=num_classes)
+    freeze(model, config.freeze, num_classes=num_classes)
+    return model

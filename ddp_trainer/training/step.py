@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.schema import OnNonfinite, Precision
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.seeding import derive_seed
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
 from ddp_trainer.training.metrics import MetricSums, NonFinite
@@ -26,6 +28,7 @@ class StepSettings:
     """The values of the config that a step needs."""
 
     global_batch_size: int
+    seed: int = 0
     gradient_accumulation_steps: int = 1
     label_smoothing: float = 0.0
     max_grad_norm: float | None = None
@@ -74,6 +77,8 @@ class TrainStep:
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take one step. images: [B, C, H, W], labels: [B] -> this rank's share of the global batch's mean loss []."""
         self.on_phase("forward/backward")
+        # Dropout draws from torch's generator: a function of the step, so that a resumed run draws the same.
+        torch.manual_seed(derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}"))
         statistics = flatten_buffers(self.model) if self.skips_nonfinite else None
         *early, last = self.split(images, labels)
         loss = torch.zeros((), device=images.device)
@@ -90,6 +95,14 @@ class TrainStep:
         self.on_phase("between steps")
         self.count += 1
         return loss
+
+    def begin_training(self) -> None:
+        """Put the model into training mode, but BatchNorm layers that are frozen: their statistics stay as they are."""
+        self.model.train()
+        for module in self.model.modules():
+            own = list(module.parameters(recurse=False))
+            if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):
+                module.eval()
 
     def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Split a rank's share of a global batch into microbatches that differ by at most one sample."""
@@ -153,7 +166,7 @@ class TrainStep:
         Returns the shape of the model's output.
         """
         kept = [buffer.clone() for buffer in self.model.buffers()]
-        self.model.train()
+        self.begin_training()
         logits = images
         for _ in range(2):
             with self.settings.autocast(self.world.device):

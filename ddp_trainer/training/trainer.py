@@ -138,7 +138,7 @@ class Trainer:
         end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
         self.control.begin(self.step)
         self.timer.restart()
-        self.model.train()
+        self.train_step.begin_training()
         with self.bar.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
             for batch in self.timer.timed(self.loaders.train):
                 self.train_step(batch.images, batch.labels)

@@ -1,0 +1,106 @@
+"""Fine-tuning: weights from a file, a new last layer for other classes, and parameters that are not trained."""
+
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.config.errors import ConfigError, require
+
+logger = logging.getLogger(__name__)
+
+BACKBONE = "backbone"
+SECTIONS = ("model", "state_dict", "model_state_dict")
+"""Where files have the weights that do not have them at the top: this project and torchvision, timm and Lightning."""
+PREFIXES = ("module.", "model.", "_orig_mod.")
+"""What DDP, Lightning and torch.compile put before names."""
+
+
+def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
+    """Load the weights in `file` into `model`; its last layer stays as it is if it has other classes.
+
+    Raises:
+        ConfigError: the file cannot be read, or has weights of another model.
+    """
+    state, own, head = read_weights(Path(file).expanduser()), model.state_dict(), head_names(model, num_classes)
+    wrong = [name for name in own if name in state and state[name].shape != own[name].shape]
+    if set(wrong) & head:
+        state = {name: tensor for name, tensor in state.items() if name not in head}
+    missing = [name for name in own if name not in state and name not in head and own[name].is_floating_point()]
+    problems = [f"{n} is {list(state[n].shape)} there and {list(own[n].shape)} here" for n in wrong if n not in head]
+    problems += [f"{name} is missing there" for name in missing]
+    problems += [f"{name} is unknown here" for name in state if name not in own]
+    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+    require(
+        not problems,
+        f"model.weights={file} is of another model: {'; '.join(problems[:3])}{more}; choose the model and the options "
+        "that it is of",
+    )
+    model.load_state_dict(state, strict=False)
+    new = ", ".join(name for name in own if name in head and name not in state) or "none"
+    logger.info("began with %d tensors of %s; drawn anew: %s", len(state), file, new)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file by name; ConfigError if it has none."""
+    try:
+        if path.suffix == ".safetensors":
+            state = read_safetensors(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"model.weights={path} cannot be read ({reason}): give a file of weights") from error
+    for section in SECTIONS:
+        if isinstance(state, dict) and isinstance(state.get(section), dict):
+            state = state[section]
+    is_state = isinstance(state, dict) and bool(state) and all(torch.is_tensor(value) for value in state.values())
+    require(
+        is_state, f"model.weights={path} has no weights: it must have tensors by name, as state_dict() returns them"
+    )
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def read_safetensors(path: Path) -> Any:
+    """Return the tensors of a file of safetensors; ConfigError if the package is not installed."""
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.weights={path} needs safetensors: pip install 'ddp_trainer[timm]'") from error
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
+    """Exclude the parameters whose names begin with one of `prefixes` from training; ConfigError if none does."""
+    head = head_names(model, num_classes)
+    for prefix in prefixes:
+        names = [
+            name
+            for name, _ in model.named_parameters()
+            if (name not in head if prefix == BACKBONE else f"{name}.".startswith(f"{prefix.rstrip('.')}."))
+        ]
+        children = ", ".join(name for name, _ in model.named_children())
+        require(
+            bool(names), f"model.freeze={prefix} is the beginning of no parameter; choose from {BACKBONE}, {children}"
+        )
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+
+
+def head_names(model: nn.Module, num_classes: int) -> set[str]:
+    """Return the names of the parameters of the last layer that has as many outputs as there are classes."""
+    for name, module in reversed(list(model.named_modules())):
+        own = dict(module.named_parameters(recurse=False))
+        if own and all(parameter.shape[0] == num_classes for parameter in own.values()):
+            return {f"{name}.{key}" if name else key for key in own}
+    return set()

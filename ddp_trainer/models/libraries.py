@@ -1,0 +1,88 @@
+"""The classifiers of torchvision and of timm, by name, for images of the sizes and channels that they allow."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision import models
+
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.models import TimmModelConfig, TorchvisionModelConfig
+
+WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
+
+
+def build_torchvision(
+    config: TorchvisionModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
+) -> nn.Module:
+    """Return torchvision's classifier `config.arch`; ConfigError if there is none, or it does not take such images."""
+    channels, height, width = image_shape
+    check_name(config.arch, models.list_models(module=models), library="torchvision")
+    options: dict[str, Any] = {}
+    if config.arch.startswith("vit_"):
+        require(height == width, f"model.arch={config.arch} needs square images and these have {height}×{width} pixels")
+        options = {"image_size": height}
+    elif config.arch == "maxvit_t":
+        options = {"input_size": (height, width)}
+    elif config.arch in ("googlenet", "inception_v3"):
+        options = WITHOUT_AUXILIARY
+
+    def build() -> nn.Module:
+        model = models.get_model(config.arch, weights=None, num_classes=num_classes, **options)
+        if channels != 3:
+            replace_first_convolution(model, channels)
+        return model
+
+    return build_for(build, arch=config.arch, image_shape=image_shape)
+
+
+def build_timm(config: TimmModelConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """Return timm's model `config.arch`; ConfigError if there is none, or it does not take such images."""
+    try:
+        import timm  # takes a second to import, and is an extra
+    except ModuleNotFoundError as error:
+        raise ConfigError("model=timm needs timm: pip install 'ddp_trainer[timm]'") from error
+    check_name(config.arch.partition(".")[0], timm.list_models(), library="timm")
+    defaults = timm.get_pretrained_cfg(config.arch)
+    size: dict[str, Any] = {"img_size": image_shape[1:]} if defaults is not None and defaults.fixed_input_size else {}
+    return build_for(
+        lambda: timm.create_model(config.arch, num_classes=num_classes, in_chans=image_shape[0], **size),
+        arch=config.arch,
+        image_shape=image_shape,
+    )
+
+
+def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
+    """Check that `arch` is one of `names`; ConfigError names those that are spelled alike."""
+    similar = difflib.get_close_matches(arch, names, n=3, cutoff=0.5) or names[:3]
+    require(
+        arch in names,
+        f"model.arch={arch} is none of the {len(names)} models of {library}; those spelled alike: {', '.join(similar)}",
+    )
+
+
+def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]) -> nn.Module:
+    """Return the model that `build` returns, after a black image has passed through it; ConfigError if it cannot."""
+    _, height, width = image_shape
+    try:
+        model = build()
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, *image_shape))
+    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model.arch={arch} does not take images of {height}×{width} pixels ({reason}): choose others, or "
+            "another model"
+        ) from error
+    return model.train()
+
+
+def replace_first_convolution(model: nn.Module, channels: int) -> None:
+    """Replace the first convolution by one for so many channels."""
+    name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    convolution: Any = nn.Conv2d  # its annotations do not admit the values of its attributes
+    new = convolution(channels, old.out_channels, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
