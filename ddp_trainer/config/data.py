@@ -137,10 +137,11 @@ class SyntheticConfig(DataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class ImageFolderConfig(DataConfig):
-    name: str = "imagefolder"
+class ImageFilesConfig(DataConfig):
+    """The keys of data sets whose images are files."""
+
     root: str | None = field(default=None, metadata=FREE)
-    """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
+    """Folder of the data set."""
     image_size: int = field(default=224, metadata=POSITIVE)
     """Height and width, in pixels, to which parts of the images are scaled."""
     cache: Cache = Cache.none
@@ -156,9 +157,51 @@ class ImageFolderConfig(DataConfig):
     )
 
 
+@dataclass(kw_only=True, slots=True)
+class ImageFolderConfig(ImageFilesConfig):
+    name: str = "imagefolder"
+    root: str | None = field(default=None, metadata=FREE)
+    """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TorchvisionDataConfig(ImageFilesConfig):
+    name: str = "torchvision"
+    dataset: str = "CIFAR10"
+    """Name of a class of torchvision.datasets."""
+    root: str | None = field(default=None, metadata=FREE)
+    """Folder of the data set, as that class has it; null: ~/.cache/ddp_trainer/torchvision."""
+    download: bool = field(default=False, metadata=FREE)
+    """Download what is missing, by one process of a node at a time."""
+    train_split: str | None = None
+    """Value of the class's argument split for training; null: its default."""
+    test_split: str | None = None
+    """That for evaluation; null: test, val or valid, the first that there is."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of the class, for example {split: letters} of EMNIST."""
+    mean: list[float] = field(default_factory=lambda: [0.5])
+    """Per channel, on pixels scaled to [0, 1]; one value is for all channels."""
+    std: list[float] = field(default_factory=lambda: [0.25])
+    """Per channel; one value is for all channels."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cifar10Config(TorchvisionDataConfig):
+    name: str = "cifar10"
+    mean: list[float] = field(default_factory=lambda: [0.4914, 0.4822, 0.4465])
+    """Per channel, on pixels scaled to [0, 1]; of the training split."""
+    std: list[float] = field(default_factory=lambda: [0.2470, 0.2435, 0.2616])
+    """Per channel; of the training split."""
+    augment: FileAugmentConfig = field(  # type: ignore[override]
+        default_factory=lambda: FileAugmentConfig(random_crop_padding=4, random_hflip=True)
+    )
+
+
 register_dataset("digits", DigitsConfig, builder="ddp_trainer.data.datasets.digits:build_digits")
 register_dataset(
     "fashion_mnist", FashionMnistConfig, builder="ddp_trainer.data.datasets.fashion_mnist:build_fashion_mnist"
 )
 register_dataset("synthetic", SyntheticConfig, builder="ddp_trainer.data.datasets.synthetic:build_synthetic")
 register_dataset("imagefolder", ImageFolderConfig, builder="ddp_trainer.data.datasets.image_folder:build_image_folder")
+for name, schema in (("torchvision", TorchvisionDataConfig), ("cifar10", Cifar10Config)):
+    register_dataset(name, schema, builder="ddp_trainer.data.datasets.torchvision_sets:build_torchvision_set")

@@ -92,8 +92,8 @@ def build_datasets(config: DataConfig) -> Datasets:
         datasets = hold_out(datasets, config.validation_fraction)
     channels, height, width = datasets.image_shape
     require(
-        len(config.mean) == channels,
-        f"data.mean={config.mean} must have one value per channel, and so must data.std: "
+        len(config.mean) in (1, channels),
+        f"data.mean={config.mean} must have one value per channel, or one for all, and so must data.std: "
         f"the images of data={config.name} have {channels}",
     )
     config.augment.check_image_size(height, width)

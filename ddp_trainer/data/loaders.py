@@ -43,7 +43,7 @@ class Normalize:
         if self.memory_format is torch.channels_last:  # by rows, because a CPU is slow over a last dimension of 3
             batch, channels, height, width = images.shape
             rows = images.permute(0, 2, 3, 1).view(batch, height, width * channels)
-            rows.mul_(self.scale.repeat(width)).add_(self.shift.repeat(width))
+            rows.mul_(self.scale.expand(channels).repeat(width)).add_(self.shift.expand(channels).repeat(width))
             return images
         return images.mul_(self.scale[:, None, None]).add_(self.shift[:, None, None])
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ddp_trainer.config.data import Cache, ImageFolderConfig
+from ddp_trainer.config.data import Cache, ImageFilesConfig, ImageFolderConfig
 from ddp_trainer.config.errors import require
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.file_index import EXTENSIONS, FileIndex, load_index
@@ -25,22 +25,21 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
     if evaluation is not None:
         check_evaluation(evaluation, train.class_names)
 
-    def split(files: FileIndex) -> ImageFiles:
-        images = ImageFiles(
-            files, train.class_names, image_size=config.image_size,
-            min_crop_area=config.augment.random_resized_crop or 1.0,
-        )  # fmt: skip
-        if config.cache is Cache.uint8:
-            images.open_cache(cache_dir)
-        return images
-
-    images = split(train)
-    return Datasets(
-        train=images, eval=images if evaluation is None else split(evaluation), class_names=train.class_names
-    )
+    images = image_files(train, train.class_names, config)
+    held_out = images if evaluation is None else image_files(evaluation, train.class_names, config)
+    return Datasets(train=images, eval=held_out, class_names=train.class_names)
 
 
-def cache_folder(config: ImageFolderConfig) -> Path:
+def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
+    """Return the split of `files`, with its cache if `config` asks for one."""
+    min_crop_area = config.augment.random_resized_crop or 1.0
+    images = ImageFiles(files, class_names, image_size=config.image_size, min_crop_area=min_crop_area)
+    if config.cache is Cache.uint8:
+        images.open_cache(cache_folder(config))
+    return images
+
+
+def cache_folder(config: ImageFilesConfig) -> Path:
     """Return the folder of lists of files and of caches; by default one of the user's."""
     return user_cache() if config.cache_dir is None else Path(config.cache_dir).expanduser()
 

@@ -1,0 +1,159 @@
+"""The classification data sets of torchvision, by the names of their classes: small ones in memory, others streamed."""
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision import datasets as torchvision_datasets
+
+from ddp_trainer.config.data import TorchvisionDataConfig
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, read_sample
+from ddp_trainer.data.datasets.image_folder import cache_folder, image_files
+from ddp_trainer.data.file_index import index_files
+from ddp_trainer.distributed.environment import user_cache
+from ddp_trainer.distributed.files import lock_file
+
+LOCK_SECONDS = 3600.0
+"""How long a rank waits for another one that downloads."""
+EVALUATION_SPLITS = ("test", "val", "valid")
+FILE_LISTS = ("samples", "_samples", "imgs")
+"""Attributes that have (path, label) of each image."""
+PATHS, LABELS = ("_image_files", "_images"), ("targets", "_labels", "labels")
+"""Attributes that have the paths, and the labels."""
+
+
+def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
+    """Return torchvision's data set `config.dataset`.
+
+    Raises:
+        ConfigError: there is no such data set, it is not in data.root, or it is not one of images and classes.
+    """
+    kind = find_class(config.dataset)
+    root = Path(config.root).expanduser() if config.root else user_cache() / "torchvision"
+    with ExitStack() as stack:
+        if config.download:
+            root.mkdir(parents=True, exist_ok=True)
+            holder = f"{root} has been downloaded to by another process for {LOCK_SECONDS:.0f} s: is it still alive?"
+            stack.enter_context(lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder))
+        train, evaluation = open_splits(kind, root, config)
+    class_names = names_of_classes(train)
+    first = as_split(train, class_names, config)
+    if evaluation is None:
+        require(
+            config.validation_fraction > 0,
+            f"data.dataset={config.dataset} has no split for evaluation: set data.validation_fraction=0.2",
+        )
+        return Datasets(train=first, eval=first, class_names=class_names)
+    return Datasets(train=first, eval=as_split(evaluation, class_names, config), class_names=class_names)
+
+
+def find_class(name: str) -> type:
+    """Return the class of torchvision.datasets with that name; ConfigError names those that are spelled alike."""
+    known = [key for key in torchvision_datasets.__all__ if isinstance(getattr(torchvision_datasets, key), type)]
+    lower = {key.lower(): key for key in known}
+    similar = [lower[key] for key in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
+    require(
+        name in known,
+        f"data.dataset={name} is none of torchvision.datasets; those spelled alike: {', '.join(similar or known[:3])}",
+    )
+    return getattr(torchvision_datasets, name)
+
+
+def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[Any, Any]:
+    """Return the objects of `kind` for training and evaluation; None: there is no such split."""
+    known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters if base is not object}
+    options: dict[str, Any] = dict(config.arguments)
+    if "download" in known:
+        options["download"] = config.download
+    if "train" in known:
+        return tuple(open_split(kind, root, config, options | {"train": train}) for train in (True, False))
+    if "split" not in known:
+        return open_split(kind, root, config, options), None
+    default = config.train_split or inspect.signature(kind).parameters["split"].default
+    train = open_split(kind, root, config, options | {"split": default})
+    for name in (config.test_split,) if config.test_split else EVALUATION_SPLITS:
+        try:
+            return train, open_split(kind, root, config, options | {"split": name})
+        except UnknownSplitError:
+            continue
+    return train, None
+
+
+class UnknownSplitError(ConfigError):
+    """The class has no split of that name."""
+
+
+def open_split(kind: type, root: Path, config: TorchvisionDataConfig, options: dict[str, Any]) -> Any:
+    """Return an object of `kind`; ConfigError if its files are missing or damaged, or an argument is wrong."""
+    try:
+        return kind(str(root), **options)
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError, ImportError, URLError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if "for argument split" in reason:
+            raise UnknownSplitError(f"data.dataset={config.dataset}: {reason}") from error
+        fix = "put its files there" if config.download else "put its files there, or set data.download=true"
+        raise ConfigError(
+            f"data.dataset={config.dataset} cannot be read from data.root={root} ({reason}): {fix}"
+        ) from error
+
+
+def names_of_classes(dataset: Any) -> list[str]:
+    """Return the names of the classes, or their numbers where the data set has no names."""
+    names = getattr(dataset, "classes", None) or list(getattr(dataset, "class_to_idx", ()))
+    if names:
+        return [name if isinstance(name, str) else str(name[0]) for name in names]
+    return [str(number) for number in range(max(labels_of(dataset)) + 1)]
+
+
+def labels_of(dataset: Any) -> list[int]:
+    """Return all labels; ConfigError if there is not one number for each image."""
+    for name in LABELS:
+        labels = getattr(dataset, name, None)
+        if labels is not None and len(labels) == len(dataset):
+            try:
+                return [int(label) for label in labels]
+            except (TypeError, ValueError):
+                break
+    raise ConfigError(f"data.dataset={type(dataset).__name__} has no class for each image: write a plug-in for it")
+
+
+def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig) -> Split:
+    """Return the images of `dataset`: in memory if it has them there, else their files."""
+    images = as_images(getattr(dataset, "data", None), count=len(dataset))
+    if images is not None and torch.equal(images[0], read_sample(dataset, 0)[0]):
+        return ImageTensors(images, torch.tensor(labels_of(dataset)))
+    paths, labels = files_of(dataset)
+    return image_files(index_files(paths, labels, class_names, cache_folder(config)), class_names, config)
+
+
+def as_images(data: Any, *, count: int) -> Tensor | None:
+    """Return arrays [N, H, W], [N, H, W, C] or [N, C, H, W] of uint8 as uint8 [N, C, H, W]; None for other data."""
+    if not isinstance(data, Tensor | np.ndarray) or len(data) != count:
+        return None
+    images = torch.as_tensor(data)
+    if images.dtype != torch.uint8 or images.ndim not in (3, 4):
+        return None
+    if images.ndim == 3:
+        return images[:, None]
+    return images.permute(0, 3, 1, 2).contiguous() if images.shape[3] in (1, 3) else images
+
+
+def files_of(dataset: Any) -> tuple[Sequence[Path], list[int]]:
+    """Return path and label of each image; ConfigError if the data set does not have them as files."""
+    for name in FILE_LISTS:
+        if samples := getattr(dataset, name, None):
+            return [Path(path) for path, _ in samples], [int(label) for _, label in samples]
+    for name in PATHS:
+        if paths := getattr(dataset, name, None):
+            return [Path(path) for path in paths], labels_of(dataset)
+    raise ConfigError(
+        f"data.dataset={type(dataset).__name__} has its images neither in memory nor in files: write a plug-in for it"
+    )
