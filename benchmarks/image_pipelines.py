@@ -98,7 +98,7 @@ def timm_loader(folder: Path, cache_dir: Path) -> Epoch:
 
 def lightning_trainer(folder: Path, cache_dir: Path) -> Epoch:
     """torchvision's loader inside of Lightning's loop, with a model of one weight."""
-    import lightning
+    import lightning  # pyright: ignore[reportMissingImports]
 
     class OneWeight(lightning.LightningModule):
         def __init__(self) -> None:
