@@ -8,7 +8,9 @@ VENV := $(if $(UV),uv venv --quiet --allow-existing --python $(PYTHON) .venv,$(P
 PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --disable-pip-version-check) \
 	--constraint constraints.txt
 
-.PHONY: train test chaos cluster check bench clean
+.PHONY: install train test chaos cluster check bench clean
+
+install: .venv/installed  ## Python environment in .venv
 
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the README says how long it takes
 	NPROC=2 launch/local.sh experiment=digits_resnet18

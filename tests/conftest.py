@@ -161,16 +161,24 @@ def train_in(tmp_path: Path) -> Callable[..., Path]:
     return go
 
 
+@contextmanager
+def memory_disk(folder: Path, options: str) -> Iterator[Path]:
+    """Mount memory as a disk at `folder`, with options of tmpfs."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs (root)")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount 4 MiB of memory as a disk."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a tmpfs (root)")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with memory_disk(tmp_path / "disk", "size=4m") as folder:
+        yield folder
 
 
 # --- ranks without torchrun: forked from a process that has imported torch, so that a test takes a second -----

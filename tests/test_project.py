@@ -87,7 +87,7 @@ def commands() -> list[str]:
     for paper in PAPERS:
         own = set(re.findall(r'register_\w+\("(\w+)"', paper.read_text()))
         for line in fenced_lines(paper):
-            is_command = re.search(r"-m ddp_trainer(?= |$)|^ddp-trainer ", line)
+            is_command = re.search(r"-m ddp_trainer(?= |$)|^ddp-trainer |launch/local\.sh ", line)
             if is_command and not own & set(re.findall(r"=(\w+)", line)):  # those are in test_plugins.py
                 found.append(line)
     return found
@@ -95,7 +95,8 @@ def commands() -> list[str]:
 
 def overrides_in(command: str) -> list[str]:
     words = shlex.split(command, comments=True)
-    words = words[words.index("ddp_trainer" if "ddp_trainer" in words else "ddp-trainer") + 1 :]
+    starts = ("ddp_trainer", "ddp-trainer", "launch/local.sh")
+    words = words[next(words.index(word) for word in starts if word in words) + 1 :]
     sweepers = ("-", "hydra/sweeper", "hydra.sweeper")  # Optuna's comes with an extra
     return [word for word in words if "=" in word and not word.startswith(sweepers)]
 

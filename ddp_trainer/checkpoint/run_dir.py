@@ -10,15 +10,12 @@ from typing import Any
 import yaml
 
 from ddp_trainer.config.composition import training_changes
-from ddp_trainer.config.errors import ConfigError, TransientError, require
+from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.config.schema import Resume
 from ddp_trainer.distributed.files import lock_file, replace_text
 
 LOCK_SECONDS = 3.0
 """How long a launch waits for the lock: a killed predecessor may take a moment to end."""
-USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ENOENT,
-               errno.EINVAL, errno.ELOOP, errno.EEXIST)  # fmt: skip
-"""What the user can change about a path; other errors of a file system may go away."""
 
 
 @contextmanager
@@ -49,9 +46,10 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
                 check_changes(_read_config(path), config, run_dir=run_dir)
             replace_text(path, yaml.safe_dump(config, sort_keys=False))
         except OSError as error:
-            kind = ConfigError if error.errno in USER_ERRORS else TransientError
             problem = "there is a file of that name" if error.errno == errno.EEXIST else error
-            raise kind(f"output_dir={run_dir.parent} must be a folder that can be written: {problem}") from error
+            raise path_error(
+                error, f"output_dir={run_dir.parent} must be a folder that can be written: {problem}"
+            ) from error
         yield backup_dir
 
 

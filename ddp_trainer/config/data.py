@@ -28,9 +28,21 @@ class AugmentConfig:
     """Mirror half of the images left to right."""
     random_erasing: float = field(default=0.0, metadata=UP_TO_ONE)
     """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image."""
+    rand_augment: int = field(default=0, metadata=rule("0 to 20", lambda value: 0 <= value <= 20))
+    """Number of RandAugment operations, the same for all images of a global batch; 0: none."""
+    color_jitter: float = field(default=0.0, metadata=UP_TO_ONE)
+    """Largest relative change of brightness, contrast and saturation, the same for all images of a global batch."""
+    mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Alpha of mixup: the weight is drawn from Beta(alpha, alpha); 0: no mixup."""
+    cutmix: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Alpha of CutMix: the share of the area is drawn from Beta(alpha, alpha); 0: no CutMix."""
 
-    def check_image_size(self, height: int, width: int) -> None:
-        """Check that a crop cannot lie outside of the image; ConfigError if the padding is as large as the image."""
+    def check_images(self, channels: int, height: int, width: int) -> None:
+        """Check that images of this shape can be augmented so; ConfigError if not."""
+        require(
+            channels in (1, 3) or not (self.rand_augment or self.color_jitter),
+            f"data.augment.rand_augment and color_jitter are for images of 1 or 3 channels and these have {channels}",
+        )
         require(
             self.random_crop_padding < min(height, width),
             f"data.augment.random_crop_padding={self.random_crop_padding} must be smaller than the images of "
@@ -43,7 +55,7 @@ class FileAugmentConfig(AugmentConfig):
     random_resized_crop: float | None = field(
         default=0.25, metadata=rule("greater than 0 and at most 1, or null", lambda value: 0 < value <= 1)
     )
-    """Smallest share of an image that a random part of it covers, with an aspect of 3:4 to 4:3; null: its center."""
+    """Smallest area of a random crop, as a share of the image; aspect 3:4 to 4:3. null: a center crop."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,7 +77,7 @@ class DataConfig:
     )
     """Threads per rank that read images ahead, of data sets that are streamed; auto: one per usable core, 2 to 16."""
     on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
-    """skip: an image that cannot be decoded counts as none, and is listed; only for data sets that are streamed."""
+    """skip: leave out images that cannot be decoded, and list them; only for data sets that are streamed."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
@@ -133,7 +145,7 @@ class SyntheticConfig(DataConfig):
             f"data.mean={self.mean} must have one value per channel, and so must data.std: "
             f"data.channels={self.channels}",
         )
-        self.augment.check_image_size(self.height, self.width)
+        self.augment.check_images(self.channels, self.height, self.width)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,7 +157,7 @@ class ImageFilesConfig(DataConfig):
     image_size: int = field(default=224, metadata=POSITIVE)
     """Height and width, in pixels, to which parts of the images are scaled."""
     cache: Cache = Cache.none
-    """uint8: keep images, scaled down to 8/7 of image_size, in a file that is made before the training."""
+    """uint8: keep images, scaled down to 8/7 of image_size, in a file that is written before the training starts."""
     cache_dir: str | None = field(default=None, metadata=FREE)
     """Folder of the cache and of the list of files, on a disk of this node; null: ~/.cache/ddp_trainer."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
@@ -172,17 +184,17 @@ class TorchvisionDataConfig(ImageFilesConfig):
     root: str | None = field(default=None, metadata=FREE)
     """Folder of the data set, as that class has it; null: ~/.cache/ddp_trainer/torchvision."""
     download: bool = field(default=False, metadata=FREE)
-    """Download what is missing, by one process of a node at a time."""
+    """Download what is missing; one process per node downloads at a time."""
     train_split: str | None = None
     """Value of the class's argument split for training; null: its default."""
     test_split: str | None = None
-    """That for evaluation; null: test, val or valid, the first that there is."""
+    """Value of split for evaluation; null: the first of test, val and valid that exists."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Other arguments of the class, for example {split: letters} of EMNIST."""
+    """Other arguments of the class; for example EMNIST needs +data.arguments.split=letters."""
     mean: list[float] = field(default_factory=lambda: [0.5])
-    """Per channel, on pixels scaled to [0, 1]; one value is for all channels."""
+    """Per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
     std: list[float] = field(default_factory=lambda: [0.25])
-    """Per channel; one value is for all channels."""
+    """Per channel; one value applies to all channels."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,12 +1,17 @@
 """The errors that broken rules raise, and the rules of values, which stand in the metadata of schemas' fields."""
 
+import errno
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any
 
 FAILURE, USER_ERROR = 1, 2
 """Exit codes: 2 tells a scheduler not to try again; a condition that may go away is 1."""
+USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ENOENT,
+               errno.EINVAL, errno.ELOOP, errno.EEXIST)  # fmt: skip
+"""What the user can change about a path; other errors of a file system may go away."""
 FREE = {"free": True}
 """Metadata of a field that a resumed run may change, because it does not change the training."""
 
@@ -28,6 +33,11 @@ class ConfigError(ValueError):
 
 class TransientError(RuntimeError):
     """A condition that may go away keeps the run from starting; ``str(error)`` is the whole message. Exit code 1."""
+
+
+def path_error(error: OSError, message: str) -> ConfigError | TransientError:
+    """Return the error for the user: a ConfigError if the user can change the cause, else a TransientError."""
+    return ConfigError(message) if error.errno in USER_ERRORS else TransientError(message)
 
 
 class JobError(Exception):
@@ -54,6 +64,13 @@ def check_values(section: Any, prefix: str = "") -> None:
             require(not isinstance(part, list), f"{key}={value} must be a list without lists")
             require(not isinstance(part, float) or math.isfinite(part), f"{key}={value} must be finite")
             require(not isinstance(part, int) or abs(part) < 2**63, f"{key}={value} must be below 2^63")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return ``: did you mean …?`` with those of `known` that are spelled like `word`; an empty text if none is."""
+    lower = {name.lower(): name for name in known}
+    near = [lower[name] for name in get_close_matches(word.lower(), lower, n=3, cutoff=0.5)]
+    return f": did you mean {' or '.join(near)}?" if near else ""
 
 
 def require_positive(key: str, value: float | None) -> None:

@@ -9,6 +9,7 @@ from ddp_trainer.registry import register_model
 
 
 class Stem(Enum):
+    auto = "auto"
     imagenet = "imagenet"
     small = "small"
 
@@ -22,16 +23,16 @@ class LeNetInit(Enum):
 class ModelConfig:
     name: str = MISSING
     weights: str | None = None
-    """File of weights to begin with: safetensors, or of torch.save; a last layer for other classes is drawn anew."""
+    """File of initial weights: safetensors, or of torch.save; the last layer is left out if its size differs."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters that are not trained, by the beginnings of their names; backbone: all but those of the last layer."""
+    """Name prefixes of parameters that are not trained; backbone: all but those of the last layer."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ResNet18Config(ModelConfig):
     name: str = "resnet18"
-    stem: Stem = Stem.small
-    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no max pool, for images under 64 pixels."""
+    stem: Stem = Stem.auto
+    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no pool; auto: small for images under 64 pixels."""
 
 
 @dataclass(kw_only=True, slots=True)

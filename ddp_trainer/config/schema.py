@@ -61,6 +61,14 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EmaConfig:
+    decay: float | None = field(
+        default=None, metadata=rule("greater than 0 and less than 1, or null", lambda value: 0 < value < 1)
+    )
+    """Evaluate and save a moving average of the weights; the share of the old average in the new one. null: none."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """One training run. Batch sizes are global: the share of a rank is derived from them."""
 
@@ -73,6 +81,7 @@ class Config:
         default_factory=lambda: {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}, metadata=FREE
     )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=FREE)
+    ema: EmaConfig = field(default_factory=EmaConfig)
 
     name: str = field(default=DEFAULT_NAME, metadata=FREE)
     """The run directory is <output_dir>/<name>."""
@@ -176,6 +185,11 @@ class Config:
             self.on_nonfinite is OnNonfinite.stop or self.optimizer.skips_nonfinite,
             f"on_nonfinite=skip needs an optimizer that can leave out an update and optimizer={self.optimizer.name} "
             "cannot: use optimizer=sgd or adamw, or on_nonfinite=stop",
+        )
+        require(
+            self.ema.decay is None or sync.supports_ema,
+            f"ema.decay={self.ema.decay} needs parameters that are equal on all ranks after each step, and "
+            f"sync={sync.name} does not keep them so: use sync=ddp, or ema.decay=null",
         )
         require(
             self.precision is not Precision.fp16 or sync.supports_fp16,

@@ -47,6 +47,8 @@ class SyncConfig:
     """Whether it sends between single ranks, which gloo cannot do for tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
     """Whether every rank sees all gradients before the optimizer steps, which loss scaling needs."""
+    supports_ema: ClassVar[bool] = True
+    """Whether parameters are equal on all ranks after each step."""
     supports_bf16: ClassVar[bool] = True
     supports_compile: ClassVar[bool] = True
 
@@ -127,6 +129,7 @@ class ParameterServerConfig(SyncConfig):
 @dataclass(kw_only=True, slots=True)
 class LocalSGDConfig(SyncConfig):
     supports_fp16: ClassVar[bool] = False
+    supports_ema: ClassVar[bool] = False
 
     name: str = "local_sgd"
     every_steps: int = field(default=8, metadata=POSITIVE)

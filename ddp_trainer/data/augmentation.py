@@ -1,13 +1,14 @@
 """Augmentation of whole batches: parameters are drawn once an epoch for every position, and applied by index."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ddp_trainer.config.data import AugmentConfig, FileAugmentConfig
-from ddp_trainer.distributed.seeding import generator
+from ddp_trainer.distributed.seeding import derive_seed, generator
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class AugmentationParams:
         parts = (None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes))
         return type(self)(*parts, crops=self.crops)
 
-    def at(self, positions: slice) -> Self:
+    def at(self, positions: slice | Tensor) -> Self:
         """Return the parameters of some positions."""
         return type(self)(*(None if t is None else t[positions] for t in (self.offsets, self.flips, self.boxes)))
 
@@ -38,6 +39,7 @@ class Augmentation:
 
     def __init__(self, config: AugmentConfig, *, height: int, width: int, seed: int) -> None:
         self.config, self.height, self.width, self.seed = config, height, width, seed
+        self.transforms = build_transforms(config)
 
     def draw(self, count: int, *, epoch: int) -> AugmentationParams:
         """Draw for all `count` positions of an epoch: a function of (seed, epoch, position) alone."""
@@ -85,6 +87,16 @@ class Augmentation:
             images = images.flip(-1).bitwise_xor_(images).bitwise_and_(mask).bitwise_xor_(images)
         return images
 
+    def transform(self, images: Tensor, *, epoch: int, step: int) -> Tensor:
+        """Apply RandAugment and color jitter as drawn for global batch `step`. images: uint8 [B, C, H, W], kept."""
+        for transform in self.transforms:
+            with torch.random.fork_rng(devices=[]):  # the transforms draw from torch's generator on the CPU
+                torch.default_generator.manual_seed(
+                    derive_seed(self.seed, epoch=epoch, step=step, purpose=type(transform).__name__)
+                )
+                images = transform(images)
+        return images
+
     def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:
         """Set each image's rectangle to zero, the mean of normalized images. images: [B, C, H, W] float."""
         if params.boxes is None:
@@ -94,3 +106,14 @@ class Augmentation:
         columns = torch.arange(self.width, device=images.device)[None, None, :]
         inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
         return images.masked_fill(inside[:, None], 0.0)
+
+
+def build_transforms(config: AugmentConfig) -> list[Callable[[Tensor], Tensor]]:
+    """Return the transforms of torchvision that `config` asks for."""
+    if not (config.rand_augment or config.color_jitter):
+        return []
+    from torchvision.transforms import v2  # takes a third of a second to import
+
+    transforms: list[Any] = [v2.RandAugment(config.rand_augment)] if config.rand_augment else []
+    amount = config.color_jitter
+    return [*transforms, *([v2.ColorJitter(amount, amount, amount)] if amount else [])]

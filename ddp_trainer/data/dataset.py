@@ -96,7 +96,7 @@ def build_datasets(config: DataConfig) -> Datasets:
         f"data.mean={config.mean} must have one value per channel, or one for all, and so must data.std: "
         f"the images of data={config.name} have {channels}",
     )
-    config.augment.check_image_size(height, width)
+    config.augment.check_images(channels, height, width)
     return datasets
 
 
@@ -118,8 +118,7 @@ def num_samples(split: Split) -> int:
 
 def shape_of(split: Split) -> tuple[int, int, int]:
     """Return (channels, height, width) of the first image of a split."""
-    whole = split.dataset if type(split) is Subset else split
-    if isinstance(whole, ImageFiles):
+    if isinstance(whole := without_subset(split), ImageFiles):
         return whole.image_shape
     channels, height, width = (split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]).shape
     return channels, height, width
@@ -142,7 +141,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
         BadSampleError: the data set has raised BadImageError. RuntimeError: it has raised another error.
         ValueError: the sample is of another type than it must be.
     """
-    dataset, index = without_subset(dataset, index)
+    dataset, index = in_whole(dataset, index)
     try:
         image, label = dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
         if not isinstance(image, Tensor):  # a PIL image: [H, W] or [H, W, C]
@@ -164,13 +163,18 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
 
 def sample_name(dataset: Dataset[Any], index: int) -> str:
     """Return the name of a sample in messages: that in the whole data set, if a part of it was held out."""
-    dataset, index = without_subset(dataset, index)
+    dataset, index = in_whole(dataset, index)
     return dataset.path(index) if isinstance(dataset, ImageFiles) else f"sample {index} of {type(dataset).__name__}"
 
 
-def without_subset(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:
+def in_whole(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:
     """Return the data set of which `dataset` may be a part, and the index of the sample there."""
     return (dataset.dataset, dataset.indices[index]) if type(dataset) is Subset else (dataset, index)
+
+
+def without_subset(split: Split) -> Split:
+    """Return the split of which `split` may be a part."""
+    return split.dataset if type(split) is Subset else split
 
 
 def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:

@@ -20,10 +20,10 @@ try:
 except (ImportError, OSError, RuntimeError):  # the extra `images`; twice as fast as Pillow
     decode_image = None
 
-ONLY_PILLOW = (b"BM", b"II*\0", b"MM\0*", b"P5", b"P6")
-"""The first bytes of BMP, TIFF and PPM files, which torchcodec does not decode."""
+TORCHCODEC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF")
+"""The first bytes of JPEG, PNG, GIF and WebP files, which torchcodec decodes, and AVIF; Pillow decodes all others."""
 MAX_PIXELS = 100_000_000
-"""Of an image; those of 300 MB each, on several threads, would take the memory of the host."""
+"""The maximum, because to decode larger images on several threads could take all memory of the host."""
 ASPECT = math.log(4 / 3)
 """The logarithm of the largest ratio of width to height of a random crop, and of height to width."""
 CENTER = 0.875
@@ -63,16 +63,17 @@ def decode(data: Array) -> Tensor:
     try:
         width, height = jpeg_size(data) or pillow_size(data)
         if width * height > MAX_PIXELS:
-            limit = f"at most {MAX_PIXELS / 1e6:.0f} million are decoded"
+            limit = f"the maximum is {MAX_PIXELS / 1e6:.0f} million"
             raise BadImageError(f"it has {width} × {height} pixels, and {limit}: scale it down")
-        if decode_image is None or data[:4].tobytes().startswith(ONLY_PILLOW):
+        head = data[:8].tobytes()
+        if decode_image is None or not (head.startswith(TORCHCODEC) or head[4:] == b"ftyp"):
             return pillow_decode(data)
         image = decode_image(torch.from_numpy(data), mode="RGB")
         return image if image.ndim == 3 else image[0]
     except BadImageError:
         raise
     except UnidentifiedImageError as error:
-        raise BadImageError("it is not an image of a known format" if len(data) else "it is empty") from error
+        raise BadImageError("its format is unknown, or it is not an image" if len(data) else "it is empty") from error
     except Exception as error:  # decoders raise anything
         if isinstance(error, MemoryError) or "allocate memory" in str(error):
             raise
@@ -80,9 +81,9 @@ def decode(data: Array) -> Tensor:
 
 
 def jpeg_size(data: Array) -> tuple[int, int] | None:
-    """Return width and height from the header of a JPEG, which Pillow takes 50 µs for; None: ask Pillow.
+    """Return width and height from the header of a JPEG, because Pillow takes 50 µs for it; None if that fails.
 
-    Source: ITU-T T.81, B.1.1 and B.2.2: a segment is 0xFF, its kind and its length; a frame's has its size.
+    Source: ITU-T T.81, B.1.1 and B.2.2: a segment is 0xFF, its kind and its length; that of the frame has its size.
     """
     head, at = data[:65536].tobytes(), 2
     while head.startswith(b"\xff\xd8") and at + 9 <= len(head) and head[at] == 0xFF:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import path_error
 from ddp_trainer.data.progress import show_progress
 from ddp_trainer.distributed.files import lock_file, replace_file
 
@@ -23,10 +23,10 @@ SCAN_THREADS = 8
 """They wait for the file system, not for a core."""
 LOCK_SECONDS = 3600.0
 """How long a rank waits for another one that scans."""
-SETTLED_SECONDS = 3.0
-"""A folder that changed so shortly before its scan may change again within the same tick of its clock."""
-SAMPLES = 1000
-"""How many files are compared with a saved index, because a file that is overwritten leaves its folder's time."""
+MIN_AGE_SECONDS = 3.0
+"""An index is not saved if a folder changed so shortly before, because the clocks of file systems are coarse."""
+NUM_CHECKED_FILES = 1000
+"""Number of files that are compared with a saved index, because to overwrite a file does not change its folder."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -71,8 +71,8 @@ class FileIndex:
         return digest.hexdigest()
 
     def is_current(self) -> bool:
-        """Return whether no folder was changed since the scan, and no file of `SAMPLES`."""
-        chosen = np.unique(np.linspace(0, len(self) - 1, min(SAMPLES, len(self))).astype(np.int64)).tolist()
+        """Return whether no folder was changed since the scan, and no file of `NUM_CHECKED_FILES`."""
+        chosen = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED_FILES, len(self))).astype(np.int64)).tolist()
         paths = [*(os.path.join(os.fsencode(self.root), name) for name in self.folders), *map(self.path, chosen)]
         try:
             with ThreadPoolExecutor(SCAN_THREADS) as pool:
@@ -95,7 +95,7 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
     path = cache_dir / f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.index"
     if (saved := read_index(path, root)) is not None:
         return saved
-    holder = f"{root} has been scanned by another process for {LOCK_SECONDS:.0f} s: is it still alive?"
+    holder = f"another process has been scanning {root} for {LOCK_SECONDS:.0f} s: is it still running?"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(path.with_suffix(".lock"), seconds=LOCK_SECONDS, holder=holder):
@@ -112,7 +112,7 @@ def scan(root: Path, path: Path) -> FileIndex:
         with show_progress(f"scanning {root}") as advance, ThreadPoolExecutor(SCAN_THREADS) as pool:
             parts = list(pool.map(partial(scan_class, os.fsencode(root), advance), map(os.fsencode, classes)))
     except OSError as error:
-        raise ConfigError(f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+        raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
     folders = {b"": status.st_mtime_ns} | {name: changed for _, found in parts for name, changed in found.items()}
     files = [file for part, _ in parts for file in part]
     numbers = np.array([(len(name), size, changed) for name, size, changed in files], dtype=np.int64).reshape(-1, 3)
@@ -132,12 +132,12 @@ def scan(root: Path, path: Path) -> FileIndex:
 
 def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[str], cache_dir: Path) -> FileIndex:
     """Return the index of files that a data set lists, sorted by class; ConfigError names one that is not there."""
-    order = sorted(range(len(paths)), key=lambda number: (labels[number], number))
+    order = sorted(range(len(paths)), key=lambda number: (labels[number], os.fsencode(paths[number])))
     names = [os.fsencode(paths[number]) for number in order]
     try:
         status = [os.stat(name) for name in names]
     except OSError as error:
-        raise ConfigError(f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+        raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
     root = os.path.commonpath(map(os.path.dirname, names))
     names = [os.path.relpath(name, root) for name in names]
     return FileIndex(
@@ -188,7 +188,7 @@ def walk(
 
 def save_index(index: FileIndex) -> FileIndex:
     """Write `index` to its file, unless a folder was changed just now, and return it; a full disk is ignored."""
-    if len(index) and time.time_ns() - int(index.folder_times.max()) > SETTLED_SECONDS * 1e9:
+    if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
         texts = {"names": index.names, "folders": b"\0".join(index.folders)}
         texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))
         arrays = {key: np.frombuffer(text, np.uint8) for key, text in texts.items()}

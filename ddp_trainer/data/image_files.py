@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.data.decoding import (
     CENTER,
     BadImageError,
@@ -24,8 +25,12 @@ from ddp_trainer.data.file_index import FileIndex
 from ddp_trainer.data.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
 
-BAD_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EISDIR, errno.ELOOP)
+BAD_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
 """What makes one file unreadable; other errors, such as that of a server that does not answer, may go away."""
+
+
+class UnreadableFileError(BadImageError):
+    """The file cannot be read, for example because of its permissions."""
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
@@ -34,7 +39,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def __init__(self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float) -> None:
         """class_names: their order gives the labels; it has all those of `files`. min_crop_area: see `random_box`."""
         self.files, self.image_size, self.min_crop_area = files, image_size, min_crop_area
-        labels = torch.tensor([class_names.index(name) for name in files.class_names])
+        same = files.class_names == class_names  # names need not be unique: ImageNet has two of "crane"
+        labels = torch.tensor([n if same else class_names.index(name) for n, name in enumerate(files.class_names)])
         self.labels = labels.repeat_interleave(torch.from_numpy(files.counts))
         """int64 [N]."""
         self.cache: PixelCache | None = None
@@ -51,7 +57,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return 3, self.image_size, self.image_size
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return a random part of an image, chosen by four `draws` in [0, 1), or its center without; and its label.
+        """Return a random part of an image, chosen by four `draws` in [0, 1), or its center for None; and its label.
 
         Raises:
             BadImageError: it cannot be read or decoded; OSError, RuntimeError for errors that may go away.
@@ -68,11 +74,11 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
             data = np.fromfile(self.files.path(index), np.uint8)
         except OSError as error:
             if error.errno in BAD_FILE_ERRORS:
-                raise BadImageError(error.strerror) from error
+                raise UnreadableFileError(error.strerror) from error
             raise
         if len(data) != size:
             self.files.saved_in.unlink(missing_ok=True)
-            raise RuntimeError(f"it has changed since it was found, from {size} to {len(data)} bytes: start again")
+            raise RuntimeError(f"its size changed from {size} to {len(data)} bytes after the scan: start the run again")
         return decode(data)
 
     def path(self, index: int) -> str:
@@ -84,10 +90,21 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return f"{self.files.digest()} {self.image_size}"
 
     def open_cache(self, cache_dir: Path) -> None:
-        """Read images from a cache in `cache_dir` from now on, which is built first if need be; ConfigError if not."""
+        """Read images from a cache in `cache_dir`, which is built first if there is none; ConfigError if that fails."""
         side = round(self.image_size / CENTER)
         name = f"{self.files.digest(with_times=True)[:16]}-{side}-{decoder_name()}.cache"
         self.cache = open_cache(
-            cache_dir / name, lambda index: shrink(self.decode(index), side), count=len(self),
+            cache_dir / name, lambda index: self.shrunk(index, side), count=len(self),
             num_threads=usable_cores(), task=f"building the cache of {self.files.root}",
         )  # fmt: skip
+
+    def shrunk(self, index: int, side: int) -> Tensor:
+        """Return an image for the cache, which keeps errors of decoding only; others end its build with an error."""
+        try:
+            return shrink(self.decode(index), side)
+        except UnreadableFileError as error:
+            raise ConfigError(f"{self.path(index)} cannot be read: {error}; allow it, or remove the file") from error
+        except BadImageError:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise TransientError(f"{self.path(index)} cannot be read: {error}") from error

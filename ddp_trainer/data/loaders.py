@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp_trainer.config.data import DataConfig
-from ddp_trainer.data.augmentation import Augmentation
-from ddp_trainer.data.dataset import Datasets, ImageTensors, Split
+from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, without_subset
+from ddp_trainer.data.decoding import CENTER
+from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.data.mixing import Mixing, build_mixing
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.distributed.environment import usable_cores
@@ -22,7 +26,7 @@ class Batch(NamedTuple):
     images: Tensor
     """float32 [B, C, H, W], normalized."""
     labels: Tensor
-    """int64 [B]; that of a sample that could not be read is `NO_LABEL`."""
+    """int64 [B]; that of a sample that could not be read is `NO_LABEL`. With mixup or CutMix: float32 [B, classes]."""
     ids: Tensor
     """int64 [B]: the positions of the samples in the data set."""
 
@@ -49,7 +53,7 @@ class Normalize:
 
 
 class TrainLoader:
-    """Training batches: whole batches are cropped, mirrored and erased at once.
+    """Training batches: whole batches are cropped, mirrored, erased and mixed at once.
 
     Iterating yields this rank's batches of the sampler's epoch, from its cursor on.
     """
@@ -60,26 +64,62 @@ class TrainLoader:
         *,
         sampler: GlobalBatchSampler,
         augmentation: Augmentation,
+        mixing: Mixing | None = None,
         normalize: Normalize,
         device: torch.device,
     ) -> None:
         self.reader, self.sampler = reader, sampler
-        self.augmentation, self.normalize, self.device = augmentation, normalize, device
+        self.augmentation, self.mixing, self.normalize, self.device = augmentation, mixing, normalize, device
 
     def __iter__(self) -> Iterator[Batch]:
-        sampler, augmentation = self.sampler, self.augmentation
+        sampler, device = self.sampler, self.device
         order = sampler.order()
-        on_device = order.to(self.device)
-        params = augmentation.draw(len(order), epoch=sampler.epoch).to(self.device)
-        shares = [sampler.positions(step) for step in range(sampler.step, sampler.steps_per_epoch)]
-        is_resident = isinstance(self.reader, ResidentReader)
-        ids = (on_device[share] if is_resident else order[share] for share in shares)
-        crops = None if params.crops is None else (params.crops[share] for share in shares)
-        for share, (pixels, labels) in zip(shares, self.reader.read(ids, crops), strict=True):
-            changes = params.at(share)
-            padded = augmentation.pad(pixels.to(self.device, non_blocking=True))
-            images = augmentation.erase(self.normalize(augmentation.crop(padded, changes)), changes)
-            yield Batch(images, labels.to(self.device, non_blocking=True), on_device[share])
+        on_device = order.to(device)
+        params = self.augmentation.draw(len(order), epoch=sampler.epoch)
+        crops, params = params.crops, params.to(device)
+        steps = range(sampler.step, sampler.steps_per_epoch)
+        shares = self.positions(steps)
+        shares_on_device = shares if isinstance(shares, list) else shares.to(device)
+        ids = zip(shares_on_device, repeat(on_device)) if self.is_resident else zip(shares, repeat(order))
+        batches = self.reader.read(
+            (all_ids[share] for share, all_ids in ids), None if crops is None else (crops[share] for share in shares)
+        )
+        for step, share, (pixels, labels) in zip(steps, shares_on_device, batches, strict=True):
+            images = self.augment(pixels.to(device, non_blocking=True), params.at(share), step=step)
+            labels = labels.to(device, non_blocking=True)
+            if self.mixing is not None:
+                images, labels = self.mix(self.mixing, images, labels, step=step)
+            yield Batch(images, labels, on_device[sampler.positions(step)])
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the images are on the device."""
+        return isinstance(self.reader, ResidentReader)
+
+    def positions(self, steps: range) -> list[slice] | Tensor:
+        """Return the positions of this rank's share of each step.
+
+        With mixing on several ranks also those of the images to mix them with: int64 [steps, 2 · B].
+        """
+        sampler = self.sampler
+        if self.mixing is None or sampler.num_replicas == 1:
+            return [sampler.positions(step) for step in steps]
+        size = sampler.global_batch_size
+        places = torch.arange(sampler.rank, size, sampler.num_replicas)
+        return torch.tensor(steps)[:, None] * size + torch.cat([places, (places + 1) % size])
+
+    def augment(self, pixels: Tensor, params: AugmentationParams, *, step: int) -> Tensor:
+        """Return the augmented and normalized images: uint8 [B, C, H, W] -> float32 [B, C, H, W]."""
+        augmentation = self.augmentation
+        cropped = augmentation.crop(augmentation.pad(pixels), params)
+        changed = augmentation.transform(cropped, epoch=self.sampler.epoch, step=step)
+        return augmentation.erase(self.normalize(changed), params)
+
+    def mix(self, mixing: Mixing, images: Tensor, labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
+        """Mix each image with the one after it in the global batch, which on one rank is the next of this batch."""
+        if self.sampler.num_replicas == 1:
+            images, labels = (torch.cat([part, part.roll(-1, 0)]) for part in (images, labels))
+        return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))
 
 
 class EvaluationLoader:
@@ -142,9 +182,10 @@ def build_loaders(
         train, global_batch_size=global_batch_size, num_replicas=world.world_size, rank=world.rank, seed=seed
     )
     augmentation = Augmentation(config.augment, height=height, width=width, seed=seed)
+    mixing = build_mixing(config.augment, height=height, width=width, num_classes=len(datasets.class_names), seed=seed)
     return Loaders(
         train=TrainLoader(
-            train, sampler=sampler, augmentation=augmentation, normalize=normalize, device=world.device
+            train, sampler=sampler, augmentation=augmentation, mixing=mixing, normalize=normalize, device=world.device
         ),
         eval=EvaluationLoader(
             evaluation, batch_size=eval_batch_size, rank=world.rank, world_size=world.world_size,
@@ -152,7 +193,10 @@ def build_loaders(
         ),
         image_shape=(channels, height, width),
         class_names=list(datasets.class_names),
-        preprocessing={"mean": config.mean, "std": config.std, "image_shape": [channels, height, width]},
+        preprocessing={
+            "mean": config.mean, "std": config.std, "image_shape": [channels, height, width],
+            "center_crop": CENTER if isinstance(without_subset(datasets.eval), ImageFiles) else None,
+        },
         fingerprint=datasets.fingerprint,
         bad_samples=bad_samples,
     )  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.decoding import BadImageError
 from ddp_trainer.data.file_index import Array
 from ddp_trainer.data.progress import show_progress
@@ -31,7 +31,7 @@ from ddp_trainer.distributed.files import lock_file, replace_text
 
 PIXELS, RECORDS, BAD = "pixels", "records", "bad.jsonl"
 RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
-"""Of an image; both sides are 0 if it could not be decoded."""
+"""The record of an image; both sides are 0 if it could not be decoded."""
 LOCK_SECONDS = 7 * 24 * 3600.0
 """How long a rank waits for another one that builds."""
 AHEAD_PER_THREAD = 4
@@ -40,7 +40,7 @@ Decoded = Tensor | BadImageError
 
 
 class DamagedCacheError(RuntimeError):
-    """The cache does not have the bytes that were written."""
+    """The bytes of the cache differ from those that were written."""
 
 
 class PixelCache:
@@ -75,7 +75,7 @@ class PixelCache:
         if not self._is_checked[index]:
             if zlib.crc32(block.numpy().data) != crc:
                 raise DamagedCacheError(
-                    f"the cache {self.folder} has other bytes than were written: remove it, and check disk and memory"
+                    f"the cache {self.folder} is damaged (its checksum differs): remove it, and check disk and memory"
                 )
             self._is_checked[index] = True
         return block.view(height, width, 3).permute(2, 0, 1)
@@ -93,13 +93,15 @@ def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_t
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            holder = f"another process has built the cache {folder} for a week: is it still alive?"
+            holder = f"another process has been building the cache {folder} for a week: is it still running?"
             with lock_file(folder.with_name(f"{folder.name}.lock"), seconds=LOCK_SECONDS, holder=holder):
                 if not folder.is_dir():
                     build(folder, read, count=count, num_threads=num_threads, task=task)
         return PixelCache(folder, count=count)
     except OSError as error:
-        raise ConfigError(f"data.cache=uint8 cannot use {folder}: {error.strerror}; choose data.cache_dir=…") from error
+        raise path_error(
+            error, f"data.cache=uint8 cannot use {folder}: {error.strerror}; choose data.cache_dir=…"
+        ) from error
 
 
 def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> None:
@@ -134,9 +136,10 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
             raise
         written = (building / PIXELS).stat().st_size
         shutil.rmtree(building, ignore_errors=True)
+        needed = written / max(1, done) * count
         raise ConfigError(
-            f"data.cache=uint8 needs about {written / max(1, done) * count / 1e9:.1f} GB in {folder.parent}, and the "
-            f"disk is full after {written / 1e9:.1f}: choose data.cache_dir=… on another, or data.cache=none"
+            f"data.cache=uint8 needs about {needed / 1e9:.1f} GB in {folder.parent}, and the disk is full after "
+            f"{written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another, or data.cache=none"
         ) from error
     os.rename(building, folder)
     directory = os.open(folder.parent, os.O_RDONLY)
@@ -178,9 +181,9 @@ def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> b
 
 
 def keep_whole_images(building: Path) -> int:
-    """Cut off what follows the last image with its bytes and a right record, and return the number of images."""
+    """Truncate the files after the last image that is complete, and return the number of images."""
     if not (building / RECORDS).exists():
-        for name in (PIXELS, RECORDS, BAD):
+        for name in (BAD, PIXELS, RECORDS):  # the one that is looked for last
             (building / name).write_bytes(b"")
         return 0
     records = read_records(building)

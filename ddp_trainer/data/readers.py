@@ -14,9 +14,9 @@ from ddp_trainer.data.dataset import BadSampleError, ImageTensors, num_samples, 
 
 BATCHES_AHEAD = 2
 PARTS_PER_THREAD = 4
-"""Into how many parts for each thread the samples of a batch are divided."""
+"""Number of parts per thread into which the samples of a batch are divided."""
 NO_LABEL = -100
-"""The label of a sample that counts as none: cross_entropy ignores it."""
+"""The label of a bad sample: the ignore_index of cross_entropy."""
 
 PendingBatch = tuple[Tensor, Tensor, list[Future[None]]]
 """Images and labels that threads write, and those writes."""
@@ -54,8 +54,8 @@ class SampleReader:
     ) -> None:
         """num_workers: threads; 0 reads in the thread that asks.
 
-        blank: uint8 [C, 1, 1], what stands in place of a bad sample, whose label is `NO_LABEL`. bad: name and reason
-        of each bad sample are appended to it.
+        blank: uint8 [C, 1, 1], the color that replaces a bad sample, whose label is `NO_LABEL`. bad: name and reason of
+        each bad sample are appended to it.
         """
         self.dataset, self.image_shape, self.pin_memory = dataset, image_shape, pin_memory
         self.num_classes, self.num_workers = num_classes, num_workers
@@ -71,7 +71,7 @@ class SampleReader:
         crops: for each batch [B, 4] in [0, 1), which choose the parts of image files; None: their centers.
 
         Raises:
-            RuntimeError: a sample cannot be read, for another reason than that its image is bad.
+            RuntimeError: a sample cannot be read, for a reason other than a bad image.
             ValueError: a sample has another shape than the first of the data set, or a label that is no class.
         """
         requests, pending = zip(batches, crops or repeat(None), strict=False), deque[PendingBatch]()
@@ -93,7 +93,7 @@ class SampleReader:
 
     def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> "PendingBatch":
         """Begin to read a batch: threads write each sample to its place."""
-        with torch.inference_mode(False):  # of an evaluation, which the threads are not in
+        with torch.inference_mode(False):  # because the threads, which are not in it, write to them
             shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
             labels = torch.empty(len(ids), dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""Fine-tuning: weights from a file, a new last layer for other classes, and parameters that are not trained."""
+"""Fine-tuning: weights from a file, a new last layer, and parameters that are not trained."""
 
 import logging
-import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,40 @@ from ddp_trainer.config.errors import ConfigError, require
 logger = logging.getLogger(__name__)
 
 BACKBONE = "backbone"
-SECTIONS = ("model", "state_dict", "model_state_dict")
-"""Where files have the weights that do not have them at the top: this project and torchvision, timm and Lightning."""
+SECTIONS = ("ema", "model", "state_dict", "model_state_dict")
+"""Where files have their weights: those of this project and of torchvision, of timm and Lightning, and of others."""
 PREFIXES = ("module.", "model.", "_orig_mod.")
 """What DDP, Lightning and torch.compile put before names."""
 
 
 def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
-    """Load the weights in `file` into `model`; its last layer stays as it is if it has other classes.
+    """Load the weights in `file` into `model`; its last layer stays as it is if the number of classes differs.
 
     Raises:
         ConfigError: the file cannot be read, or has weights of another model.
     """
-    state, own, head = read_weights(Path(file).expanduser()), model.state_dict(), head_names(model, num_classes)
+    own, head = model.state_dict(), head_names(model, num_classes)
+    state = without_prefixes(read_weights(Path(file).expanduser()), own)
     wrong = [name for name in own if name in state and state[name].shape != own[name].shape]
     if set(wrong) & head:
         state = {name: tensor for name, tensor in state.items() if name not in head}
     missing = [name for name in own if name not in state and name not in head and own[name].is_floating_point()]
-    problems = [f"{n} is {list(state[n].shape)} there and {list(own[n].shape)} here" for n in wrong if n not in head]
-    problems += [f"{name} is missing there" for name in missing]
-    problems += [f"{name} is unknown here" for name in state if name not in own]
+    problems = [
+        f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} in the model"
+        for name in wrong
+        if name not in head
+    ]
+    problems += [f"{name} is not in the file" for name in missing]
+    problems += [f"{name} is not in the model" for name in state if name not in own]
     more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
     require(
         not problems,
-        f"model.weights={file} is of another model: {'; '.join(problems[:3])}{more}; choose the model and the options "
-        "that it is of",
+        f"model.weights={file} does not match the model: {'; '.join(problems[:3])}{more}; choose the model and the "
+        "options with which the file was saved",
     )
     model.load_state_dict(state, strict=False)
     new = ", ".join(name for name in own if name in head and name not in state) or "none"
-    logger.info("began with %d tensors of %s; drawn anew: %s", len(state), file, new)
+    logger.info("loaded %d tensors from %s; randomly initialized: %s", len(state), file, new)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -51,7 +56,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             state = read_safetensors(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # a file that is no checkpoint may raise anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"model.weights={path} cannot be read ({reason}): give a file of weights") from error
     for section in SECTIONS:
@@ -61,9 +68,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     require(
         is_state, f"model.weights={path} has no weights: it must have tensors by name, as state_dict() returns them"
     )
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
+    """Return `state` without the prefixes of wrappers that all of its names have, and those of the model do not."""
+    while not state.keys() & set(own):
+        prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in state)), None)
+        if prefix is None:
+            break
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
 
 
@@ -90,9 +104,7 @@ def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
             if (name not in head if prefix == BACKBONE else f"{name}.".startswith(f"{prefix.rstrip('.')}."))
         ]
         children = ", ".join(name for name, _ in model.named_children())
-        require(
-            bool(names), f"model.freeze={prefix} is the beginning of no parameter; choose from {BACKBONE}, {children}"
-        )
+        require(bool(names), f"model.freeze={prefix} matches no parameter; choose from {BACKBONE}, {children}")
         for name in names:
             model.get_parameter(name).requires_grad_(False)
 

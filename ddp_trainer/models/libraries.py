@@ -1,6 +1,5 @@
 """The classifiers of torchvision and of timm, by name, for images of the sizes and channels that they allow."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError, require, suggestion
 from ddp_trainer.config.models import TimmModelConfig, TorchvisionModelConfig
 
 WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
@@ -45,22 +44,20 @@ def build_timm(config: TimmModelConfig, *, image_shape: tuple[int, int, int], nu
     except ModuleNotFoundError as error:
         raise ConfigError("model=timm needs timm: pip install 'ddp_trainer[timm]'") from error
     check_name(config.arch.partition(".")[0], timm.list_models(), library="timm")
-    defaults = timm.get_pretrained_cfg(config.arch)
-    size: dict[str, Any] = {"img_size": image_shape[1:]} if defaults is not None and defaults.fixed_input_size else {}
-    return build_for(
-        lambda: timm.create_model(config.arch, num_classes=num_classes, in_chans=image_shape[0], **size),
-        arch=config.arch,
-        image_shape=image_shape,
-    )
+
+    def build() -> nn.Module:
+        defaults = timm.get_pretrained_cfg(config.arch)
+        options: dict[str, Any] = {"num_classes": num_classes, "in_chans": image_shape[0]}
+        if defaults is not None and defaults.fixed_input_size:
+            options["img_size"] = image_shape[1:]
+        return timm.create_model(config.arch, **options)
+
+    return build_for(build, arch=config.arch, image_shape=image_shape)
 
 
 def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
-    """Check that `arch` is one of `names`; ConfigError names those that are spelled alike."""
-    similar = difflib.get_close_matches(arch, names, n=3, cutoff=0.5) or names[:3]
-    require(
-        arch in names,
-        f"model.arch={arch} is none of the {len(names)} models of {library}; those spelled alike: {', '.join(similar)}",
-    )
+    """Check that `arch` is one of `names`; ConfigError suggests some."""
+    require(arch in names, f"model.arch={arch} is not a model of {library}{suggestion(arch, names)}")
 
 
 def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]) -> nn.Module:
@@ -73,8 +70,8 @@ def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[i
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.arch={arch} does not take images of {height}×{width} pixels ({reason}): choose others, or "
-            "another model"
+            f"model.arch={arch} does not take images of {height}×{width} pixels ({reason}): choose another size "
+            "of images, or another model.arch"
         ) from error
     return model.train()
 

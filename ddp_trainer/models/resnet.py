@@ -5,6 +5,9 @@ from torchvision.models import ResNet, resnet18
 
 from ddp_trainer.config.models import ResNet18Config, Stem
 
+SMALL = 64
+"""Images with a side of fewer pixels keep their resolution by default."""
+
 
 def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int) -> ResNet:
     """Return ResNet-18; the small stem keeps the resolution that images under 64 pixels need.
@@ -12,9 +15,12 @@ def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int],
     Source: He et al., Deep Residual Learning for Image Recognition, 2015 (arXiv 1512.03385); the small stem is
     that of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
     """
-    in_channels = image_shape[0]
+    in_channels, *sides = image_shape
+    stem = config.stem
+    if stem is Stem.auto:
+        stem = Stem.small if min(sides) < SMALL else Stem.imagenet
     model = resnet18(num_classes=num_classes)
-    match config.stem:
+    match stem:
         case Stem.small:
             model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False)
             model.maxpool = nn.Identity()  # type: ignore[assignment]  # torchvision annotates the attribute

@@ -1,4 +1,4 @@
-"""Samples that could not be read: gathered over ranks at control points, and listed, or the end of the run."""
+"""Samples that could not be read: gathered over ranks at control points; they are listed, or they end the run."""
 
 import json
 import logging
@@ -20,13 +20,12 @@ class BadSamples:
     def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
         """own: name and reason of those of this rank, to which its readers append."""
         self.own, self.world, self.on_bad_image, self.path = own, world, on_bad_image, run_dir / FILE
-        self.num_gathered = 0
         self.reasons: dict[str, str] = {}
 
     @property
     def num_new(self) -> int:
         """How many of this rank's bad samples have not been gathered."""
-        return len(self.own) - self.num_gathered
+        return len(self.own)
 
     def gather(self) -> None:
         """Gather new ones from all ranks, and list them. Collective: every rank must call this.
@@ -34,23 +33,23 @@ class BadSamples:
         Raises:
             ConfigError: on all ranks, with on_bad_image=error and a bad sample on one.
         """
-        new = self.own[self.num_gathered :]
-        self.num_gathered += len(new)
+        new = self.own[:]
+        del self.own[: len(new)]  # readers may have appended more
         gathered = sorted(sample for part in self.world.all_gather_object(new) for sample in part)
-        found = {name: reason for name, reason in gathered if name not in self.reasons}
-        if not found:
+        new_reasons = {name: reason for name, reason in gathered if name not in self.reasons}
+        if not new_reasons:
             return
-        self.reasons |= found
-        name, reason = next(iter(found.items()))
-        others = "" if len(found) == 1 else f", nor can {len(found) - 1} more"
+        self.reasons |= new_reasons
+        name, reason = next(iter(new_reasons.items()))
+        others = "" if len(new_reasons) == 1 else f", and {len(new_reasons) - 1} more images"
         if self.on_bad_image is OnBadImage.error:
             raise ConfigError(
-                f"{printable(name)} cannot be read: {reason}{others}; data.on_bad_image=skip leaves it out, and "
-                "resumes this run"
+                f"{printable(name)} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out bad "
+                "images, and start the same command again"
             )
         if self.world.is_main:
             self.write()
-        logger.warning("left out: %s cannot be read: %s%s (%s)", printable(name), reason, others, self.path)
+            logger.warning("left out %s: %s%s; all are listed in %s", printable(name), reason, others, self.path)
 
     def write(self) -> None:
         """Add to the file those that it does not have yet; a full disk is ignored."""

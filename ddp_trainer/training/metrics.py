@@ -36,7 +36,10 @@ class MetricSums:
         """float64 [3]: sum of losses, number of correct answers, number of samples."""
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch, without those of negative labels. loss_sum: [], logits: [B, C], labels: [B]."""
+        """Add a batch, without samples that have no label. loss_sum: [], logits: [B, C], labels: [B] or [B, C]."""
+        if labels.ndim == 2:  # of mixed images; the class with the largest share counts as the right one
+            shares, classes = labels.max(1)
+            labels = torch.where(shares > 0, classes, -1)
         self.vector[0] += loss_sum
         self.vector[1] += (logits.argmax(1) == labels).sum()
         self.vector[2] += (labels >= 0).sum()

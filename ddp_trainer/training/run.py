@@ -128,7 +128,10 @@ def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: Non
     """Return the optimizer step of `begun`, with its model, strategy and optimizer, and its timer."""
     config, world, datasets = begun.config, begun.world, begun.datasets
     torch.manual_seed(derive_seed(config.seed, purpose="model"))
-    model = build_model(config.model, image_shape=datasets.image_shape, num_classes=len(datasets.class_names))
+    num_classes = len(datasets.class_names)
+    model = world.raise_on_any_rank(  # the file of its weights may be on one node only
+        lambda: build_model(config.model, image_shape=datasets.image_shape, num_classes=num_classes)
+    )
     model.to(world.device).to(memory_format=begun.memory_format)
     if config.compile:
         model.compile(dynamic=False)  # in place and before DDP, so that DDP's hooks stay outside of the graph

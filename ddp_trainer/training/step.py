@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_trainer.config.schema import OnNonfinite, Precision
+from ddp_trainer.config.schema import EmaConfig, OnNonfinite, Precision
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.seeding import derive_seed
+from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
 from ddp_trainer.training.metrics import MetricSums, NonFinite
@@ -35,6 +36,7 @@ class StepSettings:
     precision: Precision = Precision.fp32
     """fp32, bf16 or fp16; auto has been resolved."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
+    ema: EmaConfig = field(default_factory=EmaConfig)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -66,6 +68,7 @@ class TrainStep:
     ) -> None:
         self.model, self.sync, self.optimizer, self.scheduler = model, sync, optimizer, scheduler
         self.settings, self.world, self.on_phase = settings, world, on_phase
+        self.ema = None if settings.ema.decay is None else AveragedWeights(model, settings.ema.decay)
         self.replica = sync.wrap(model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
         self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
@@ -75,7 +78,10 @@ class TrainStep:
         """The learning rate of the last step."""
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one step. images: [B, C, H, W], labels: [B] -> this rank's share of the global batch's mean loss []."""
+        """Take one step and return this rank's share of the global batch's mean loss [].
+
+        images: float32 [B, C, H, W], labels: int64 [B], or of mixed images float32 [B, classes].
+        """
         self.on_phase("forward/backward")
         # Dropout draws from torch's generator: a function of the step, so that a resumed run draws the same.
         torch.manual_seed(derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}"))
@@ -92,14 +98,26 @@ class TrainStep:
         self.clip_and_step(loss, statistics)
         self.on_phase("gradient sync")
         self.sync.after_step(self.optimizer)  # parameters are equal on every rank
+        if self.ema is not None:
+            self.ema.update()
         self.on_phase("between steps")
         self.count += 1
         return loss
 
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated: the average of the weights if there is one, else the weights."""
+        return self.model if self.ema is None else self.ema.module
+
+    @property
+    def models(self) -> nn.ModuleList:
+        """The model, and the average of its weights if there is one."""
+        return nn.ModuleList([self.model] if self.ema is None else [self.model, self.ema.module])
+
     def begin_training(self) -> None:
         """Put the model into training mode, but BatchNorm layers that are frozen: their statistics stay as they are."""
-        self.model.train()
-        for module in self.model.modules():
+        self.replica.train()
+        for module in self.replica.modules():
             own = list(module.parameters(recurse=False))
             if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):
                 module.eval()
@@ -114,7 +132,7 @@ class TrainStep:
         settings = self.settings
         with settings.autocast(self.world.device):
             logits = self.replica(images)
-        loss_sum = cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=settings.label_smoothing)
+        loss_sum = sum_of_losses(logits.float(), labels, label_smoothing=settings.label_smoothing)
         # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
         scale = self.world.world_size / settings.global_batch_size
         self.sums.add(loss_sum.detach(), logits.detach(), labels)
@@ -200,3 +218,14 @@ class TrainStep:
             group["lr"] = lr * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
         self.count = state["step"]
+
+
+def sum_of_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
+    """Return the sum [] of the cross-entropies, without samples that have no label.
+
+    logits: [B, C], labels: int64 [B], or [B, C] with the probability of each class, all zero for no label.
+    """
+    if labels.ndim == 1:
+        return cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
+    spread = label_smoothing / labels.shape[1] * labels.sum(1, keepdim=True)
+    return cross_entropy(logits, labels * (1 - label_smoothing) + spread, reduction="sum")

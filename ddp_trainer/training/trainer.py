@@ -5,6 +5,7 @@ import logging
 import time
 
 import torch
+from torch import nn
 
 from ddp_trainer.checkpoint.file import State
 from ddp_trainer.checkpoint.run_dir import check_changes
@@ -23,6 +24,7 @@ from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint, Decision
 from ddp_trainer.training.evaluation import evaluate
 from ddp_trainer.training.metrics import SampleDigest, check_replicas, peak_memory_mb, reset_peak_memory
+from ddp_trainer.training.pictures import log_pictures
 from ddp_trainer.training.progress import Progress
 from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.summary import Status, Summary
@@ -141,6 +143,8 @@ class Trainer:
         self.train_step.begin_training()
         with self.bar.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
             for batch in self.timer.timed(self.loaders.train):
+                if self.step == 0:
+                    log_pictures(self.loggers, self.loaders, batch.images, config=self.config.data)
                 self.train_step(batch.images, batch.labels)
                 self.progress.digest.add(batch.ids, step=(self.step - 1) % self.steps_per_epoch)
                 self.monitor.step, self.monitor.phase = self.step, "data"
@@ -204,7 +208,8 @@ class Trainer:
     def evaluate(self, epoch: int) -> bool:
         """Evaluate and record the result. Return whether it is the best so far. Collective."""
         self.monitor.phase = "evaluation"
-        result = evaluate(self.model, self.loaders.eval, self.world, self.train_step.settings.autocast_dtype)
+        step = self.train_step
+        result = evaluate(step.evaluated, self.loaders.eval, self.world, step.settings.autocast_dtype)
         self.bad_samples.gather()
         digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
         self.progress.evaluation = result
@@ -229,10 +234,11 @@ class Trainer:
 
     def state_dict(self) -> State:
         """Return the state from which training resumes. Collective: every rank must call this."""
-        with averaged_statistics(self.model, self.world) as own:
-            model = {key: value.clone() for key, value in self.model.state_dict().items()}
+        with averaged_statistics(self.train_step.models, self.world) as own:
+            model, *averages = (clone_state(model) for model in self.train_step.models)
         return {
             "model": model,
+            "ema": averages[0] if averages else None,
             **self.train_step.state_dict(),
             "epoch": self.step // self.steps_per_epoch,
             "samples_seen": self.step * self.config.global_batch_size,
@@ -255,10 +261,11 @@ class Trainer:
             f"{folder.parent} was trained on other images than data={self.config.data.name} has here: put the same "
             "data there, choose name=… for a new run, or resume=never to start from step 0",
         )
-        self.model.load_state_dict(state["model"])
+        for model, saved in zip(self.train_step.models, (state["model"], state.get("ema")), strict=False):
+            model.load_state_dict(saved or {})
         self.train_step.load_state_dict(state)
         if len(state["statistics_by_rank"]) == self.world.world_size:
-            restore_buffers(self.model, state["statistics_by_rank"][self.world.rank])
+            restore_buffers(self.train_step.models, state["statistics_by_rank"][self.world.rank])
         self.progress.load_state_dict(state["progress"], best_top1=state["best_top1"])
 
     # --- the end --------------------------------------------------------------------------------
@@ -304,3 +311,8 @@ class Trainer:
             return text if Summary.from_json(text).steps == self.step else ""
         except (OSError, ValueError):  # it is an output: a damaged one is written again
             return ""
+
+
+def clone_state(model: nn.Module) -> State:
+    """Return a copy of the state of `model`."""
+    return {key: value.clone() for key, value in model.state_dict().items()}

@@ -103,12 +103,18 @@ def empty(folder: Path) -> None:
 
 
 WRONG: dict[str, Callable[[Path], Any]] = {
-    "data.root={root} must be a folder of images": lambda root: (root / "train").parent.rename(root / "../elsewhere"),
+    "data.root={root} must be a folder of images, and there is no such folder": lambda root: (
+        root / "train"
+    ).parent.rename(root / "../elsewhere"),
     "data.root={root} has no folder train": lambda root: (root / "train").rename(root / "training"),
-    "data.root={root} has no folder val or test": lambda root: (root / "val").rename(root / "evaluation"),
+    "data.root={root} has no folder val, validation, valid, test: make one": lambda root: (root / "val").rename(
+        root / "evaluation"
+    ),
     "{root}/train/dog has no image: add some, or remove it": lambda root: empty(root / "train/dog"),
-    "{root}/val has the class 'fox', which the training images do not": lambda root: (root / "val/fox").mkdir(),
-    "{root}/train must have a folder for each of two or more classes": lambda root: (root / "train/dog").rename(
+    "{root}/val has the class 'fox', which the training images do not have: remove it": lambda root: (
+        root / "val/fox"
+    ).mkdir(),
+    "{root}/train must have a folder for each of at least 2 classes": lambda root: (root / "train/dog").rename(
         root / "x"
     ),
     "{root}/val has no images: files that end in ": lambda root: [
@@ -201,10 +207,13 @@ def test_a_picture_is_its_pixels_in_rgb(name: str, codec: str, tmp_path: Path, m
 
 NO_IMAGES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "it is empty"),
-    "text": (b"not an image", "it is not an image of a known format"),
-    "beginning": (b"\xff\xd8\xff\xe0", "it is not an image of a known format"),
+    "text": (b"not an image", "its format is unknown, or it is not an image"),
+    "beginning": (b"\xff\xd8\xff\xe0", "its format is unknown, or it is not an image"),
     "truncated": (png(gradient())[:-60], ""),
-    "a bomb": (png(np.zeros((10_001, 10_000), np.uint8)), "it has 10000 × 10001 pixels, and at most 100 million are "),
+    "a bomb": (
+        png(np.zeros((10_001, 10_000), np.uint8)),
+        "it has 10000 × 10001 pixels, and the maximum is 100 million",
+    ),
 }
 """What is no image, and how its error begins."""
 
@@ -363,13 +372,13 @@ def test_bad_images_end_a_run_before_its_first_save_and_can_be_left_out(tmp_path
     assert done.code == 1, done.output  # torchrun's, whatever that of its ranks is
     assert "exitcode  : 2" in done.output
     [line] = [line for line in done.output.splitlines() if " cannot be read: " in line]
-    assert re.search(r"train/.*\.png cannot be read: .*; data\.on_bad_image=skip leaves it out, and resumes", line)
+    assert re.search(r"train/.*\.png cannot be read: .*; set data\.on_bad_image=skip to leave out bad", line)
     done = launch(*words, "name=run", "data.on_bad_image=skip", ranks=2)
     assert done.code == 0, done.output
     listed = [json.loads(line) for line in (tmp_path / "run/bad_images.jsonl").read_text().splitlines()]
     assert sorted(line["path"] for line in listed) == bad
     assert all(line["reason"] for line in listed)
-    assert "left out: " in done.output
+    assert "left out " in done.output
     for ranks in (1, 3):
         train_on(ranks, *words, f"name={ranks}", "data.on_bad_image=skip")
         assert (tmp_path / f"{ranks}/bad_images.jsonl").read_text() == (tmp_path / "run/bad_images.jsonl").read_text()
@@ -394,5 +403,5 @@ def test_a_file_that_changes_in_training_ends_the_run(tmp_path: Path) -> None:
     with open(tmp_path / "train/dog/2.png", "ab") as file:
         file.write(b"x")
     reader = SampleReader(datasets.train, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"train/dog/2\.png cannot be read: .*it has changed since it was found"):
+    with pytest.raises(RuntimeError, match=r"train/dog/2\.png cannot be read: .*its size changed from"):
         list(reader.read([torch.arange(12)]))

@@ -197,13 +197,13 @@ def test_cifar10_is_a_shorthand(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "data.dataset=CIFAR11 is none of torchvision.datasets; those spelled alike: CIFAR": {"dataset": "CIFAR11"},
-    "data.dataset=os is none of torchvision.datasets": {"dataset": "os"},
+    "data.dataset=CIFAR11 is not a data set of torchvision: did you mean CIFAR": {"dataset": "CIFAR11"},
+    "data.dataset=os is not a data set of torchvision": {"dataset": "os"},
     "data.dataset=CIFAR10 cannot be read from data.root={root} (Dataset not found": {},
     "data.dataset=KMNIST cannot be read from data.root={root} (": {"dataset": "KMNIST"},
-    "data.dataset=EMNIST cannot be read from data.root={root} (": {"dataset": "EMNIST"},
+    "data.arguments={{}} does not fit EMNIST: ": {"dataset": "EMNIST"},
     "data.dataset=Food101: Unknown value": {"dataset": "Food101", "train_split": "training"},
-    "data.dataset=FakeData has no class for each image: write a plug-in": {"dataset": "FakeData"},
+    "data.dataset=FakeData is not a data set of torchvision": {"dataset": "FakeData"},
 }
 
 

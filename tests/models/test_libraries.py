@@ -103,8 +103,8 @@ def test_images_may_have_other_sizes_and_channels(library: str, arch: str, side:
 
 
 @pytest.mark.parametrize(("library", "arch", "side", "expected"), [
-    ("torchvision", "resnet19", 64, "model.arch=resnet19 is none of the "),
-    ("timm", "resnet10x", 64, "model.arch=resnet10x is none of the "),
+    ("torchvision", "resnet19", 64, "model.arch=resnet19 is not a model of torchvision: did you mean "),
+    ("timm", "resnet10x", 64, "model.arch=resnet10x is not a model of timm: did you mean "),
     ("torchvision", "alexnet", 32, "model.arch=alexnet does not take images of 32×32 pixels ("),
     ("torchvision", "vit_b_16", 50, "model.arch=vit_b_16 does not take images of 50×50 pixels ("),
 ])  # fmt: skip
@@ -113,8 +113,8 @@ def test_what_cannot_be_built_is_one_error(library: str, arch: str, side: int, e
         build(library, arch, side=side)
     assert str(error.value).startswith(expected)
     assert "\n" not in str(error.value)
-    if "is none of" in expected:
-        assert arch[:-1] in str(error.value).partition("spelled alike:")[2]
+    if "did you mean" in expected:
+        assert arch[:-1] in str(error.value).partition("did you mean")[2]
 
 
 def test_dropout_draws_the_same_after_a_stop_and_differs_over_ranks_and_steps(tmp_path: Path) -> None:
@@ -175,7 +175,10 @@ def test_a_run_begins_with_the_weights_of_a_file(kind: str, num_classes: int, tr
     for name in before.keys() - head:
         torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-9)
     log = (tmp_path / "run/train.log").read_text()
-    assert f"drawn anew: {'none' if num_classes == 10 else ', '.join(name for name in before if name in head)}" in log
+    assert (
+        f"randomly initialized: {'none' if num_classes == 10 else ', '.join(name for name in before if name in head)}"
+        in log
+    )
 
 
 def test_frozen_parameters_and_their_statistics_stay(tmp_path: Path) -> None:
@@ -197,8 +200,8 @@ def test_frozen_parameters_and_their_statistics_stay(tmp_path: Path) -> None:
 WRONG = {
     "model.weights={file} cannot be read (": ("model.weights={folder}/missing.pth",),
     "model.weights={file} has no weights": ("model.weights={folder}/list.pth",),
-    "model.weights={file} is of another model: ": ("model.weights={trained}", "data.height=28", "data.width=28"),
-    "model.freeze=layer is the beginning of no parameter; choose from backbone, ": ("model.freeze=[layer]",),
+    "model.weights={file} does not match the model: ": ("model.weights={trained}", "data.height=28", "data.width=28"),
+    "model.freeze=layer matches no parameter; choose from backbone, ": ("model.freeze=[layer]",),
     "the model has no parameter that needs a gradient": ("model.freeze=[backbone,'{last}']",),
 }
 

@@ -88,6 +88,12 @@ def test_resnet_with_the_imagenet_stem_is_torchvisions() -> None:
     assert torch.equal(ours.eval()(images), theirs.eval()(images))
 
 
+def test_by_default_the_stem_is_chosen_by_the_size_of_the_images() -> None:
+    for side, expected in ((32, 3), (63, 3), (64, 7), (224, 7)):
+        model = build_model(ResNet18Config(), image_shape=(3, side, 224), num_classes=10)
+        assert model.get_parameter("conv1.weight").shape[-1] == expected
+
+
 @pytest.mark.parametrize(("stem", "channels", "kernel"), [(Stem.small, 1, 9), (Stem.imagenet, 4, 49)])
 def test_resnet_takes_any_number_of_channels(stem: Stem, channels: int, kernel: int) -> None:
     model = resnet(stem, (channels, 32, 32)).eval()

@@ -16,7 +16,7 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
     """Return the images in data.root; ConfigError if there are none, or a folder does not fit."""
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
     root = Path(config.root or "").expanduser()
-    require(root.is_dir(), f"data.root={config.root} must be a folder of images: it is not a folder")
+    require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
     train_folder, eval_folder = find_splits(root, is_split=config.validation_fraction > 0)
     cache_dir = cache_folder(config)
     train = load_index(train_folder, cache_dir)
@@ -49,7 +49,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
     if not (root / "train").is_dir():
         require(
             is_split,
-            f"data.root={root} has no folder train: make root/train/<class> and root/val/<class>, or split the "
+            f"data.root={root} has no folder train: make {root}/train/<class> and {root}/val/<class>, or split the "
             "folders that are there with data.validation_fraction=0.2",
         )
         return root, None
@@ -58,7 +58,8 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
     evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
     require(
         evaluation is not None,
-        f"data.root={root} has no folder val or test: make one, or set data.validation_fraction=0.2",
+        f"data.root={root} has no folder {', '.join(EVALUATION_FOLDERS)}: make one, or set "
+        "data.validation_fraction=0.2",
     )
     return root / "train", evaluation
 
@@ -66,7 +67,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
 def check_classes(files: FileIndex) -> None:
     """Check that there are two classes or more, each with an image."""
     count = len(files.class_names)
-    require(count > 1, f"{files.root} must have a folder for each of two or more classes and has {count}")
+    require(count > 1, f"{files.root} must have a folder for each of at least 2 classes and has {count}")
     for name, images in zip(files.class_names, files.counts.tolist(), strict=True):
         require(
             images > 0,
@@ -79,6 +80,8 @@ def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
     """Check that there are images, and no class that the training images do not have."""
     unknown = [name for name in files.class_names if name not in set(class_names)]
     require(
-        not unknown, f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not have"
+        not unknown,
+        f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not have: remove it, or "
+        "add images of it to those",
     )
     require(len(files) > 0, f"{files.root} has no images: files that end in {b', '.join(EXTENSIONS).decode()}")

@@ -1,12 +1,11 @@
 """The classification data sets of torchvision, by the names of their classes: small ones in memory, others streamed."""
 
-import difflib
 import inspect
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 
 from ddp_trainer.config.data import TorchvisionDataConfig
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError, require, suggestion
 from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, read_sample
 from ddp_trainer.data.datasets.image_folder import cache_folder, image_files
 from ddp_trainer.data.file_index import index_files
@@ -26,6 +25,7 @@ LOCK_SECONDS = 3600.0
 EVALUATION_SPLITS = ("test", "val", "valid")
 FILE_LISTS = ("samples", "_samples", "imgs")
 """Attributes that have (path, label) of each image."""
+USE_A_PLUGIN = "it is not supported; write a plug-in (docs/extending.md)"
 PATHS, LABELS = ("_image_files", "_images"), ("targets", "_labels", "labels")
 """Attributes that have the paths, and the labels."""
 
@@ -38,31 +38,41 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
     """
     kind = find_class(config.dataset)
     root = Path(config.root).expanduser() if config.root else user_cache() / "torchvision"
+    if config.download:
+        make_folder(root)
     with ExitStack() as stack:
-        if config.download:
-            root.mkdir(parents=True, exist_ok=True)
-            holder = f"{root} has been downloaded to by another process for {LOCK_SECONDS:.0f} s: is it still alive?"
+        if os.access(root, os.W_OK):  # also without a download, because ImageNet extracts its archives
+            holder = f"another process has been downloading to {root} for {LOCK_SECONDS:.0f} s: is it still running?"
             stack.enter_context(lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder))
         train, evaluation = open_splits(kind, root, config)
     class_names = names_of_classes(train)
+    is_split = config.validation_fraction > 0
+    require(
+        evaluation is not None or is_split,
+        f"data.dataset={config.dataset} has no split for evaluation: set data.validation_fraction=0.2",
+    )
     first = as_split(train, class_names, config)
-    if evaluation is None:
-        require(
-            config.validation_fraction > 0,
-            f"data.dataset={config.dataset} has no split for evaluation: set data.validation_fraction=0.2",
-        )
+    if is_split:
         return Datasets(train=first, eval=first, class_names=class_names)
     return Datasets(train=first, eval=as_split(evaluation, class_names, config), class_names=class_names)
 
 
+def make_folder(root: Path) -> None:
+    """Create the folder for a download; ConfigError if that is not allowed."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"data.root={root} must be a folder that can be written: {error.strerror}") from error
+
+
 def find_class(name: str) -> type:
-    """Return the class of torchvision.datasets with that name; ConfigError names those that are spelled alike."""
-    known = [key for key in torchvision_datasets.__all__ if isinstance(getattr(torchvision_datasets, key), type)]
-    lower = {key.lower(): key for key in known}
-    similar = [lower[key] for key in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.4)]
+    """Return the class of torchvision.datasets with that name; ConfigError suggests some."""
+    classes = [key for key in torchvision_datasets.__all__ if isinstance(getattr(torchvision_datasets, key), type)]
+    files = [key for key in classes if "root" in inspect.signature(getattr(torchvision_datasets, key)).parameters]
+    known = [key for key in files if not key.startswith("LSUN")]  # which reads a pickle from the current folder
     require(
         name in known,
-        f"data.dataset={name} is none of torchvision.datasets; those spelled alike: {', '.join(similar or known[:3])}",
+        f"data.dataset={name} is not a data set of torchvision{suggestion(name, known)}",
     )
     return getattr(torchvision_datasets, name)
 
@@ -95,7 +105,11 @@ def open_split(kind: type, root: Path, config: TorchvisionDataConfig, options: d
     """Return an object of `kind`; ConfigError if its files are missing or damaged, or an argument is wrong."""
     try:
         return kind(str(root), **options)
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, EOFError, ImportError, URLError) as error:
+    except ImportError as error:
+        raise ConfigError(f"data.dataset={config.dataset} needs {error.name}: pip install {error.name}") from error
+    except TypeError as error:
+        raise ConfigError(f"data.arguments={config.arguments} does not fit {config.dataset}: {error}") from error
+    except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:300]
         if "for argument split" in reason:
             raise UnknownSplitError(f"data.dataset={config.dataset}: {reason}") from error
@@ -109,20 +123,21 @@ def names_of_classes(dataset: Any) -> list[str]:
     """Return the names of the classes, or their numbers where the data set has no names."""
     names = getattr(dataset, "classes", None) or list(getattr(dataset, "class_to_idx", ()))
     if names:
-        return [name if isinstance(name, str) else str(name[0]) for name in names]
+        first = [name if isinstance(name, str) else str(name[0]) for name in names]
+        return [f"{name} ({n})" if first.count(name) > 1 else name for n, name in enumerate(first)]  # two cranes
     return [str(number) for number in range(max(labels_of(dataset)) + 1)]
 
 
 def labels_of(dataset: Any) -> list[int]:
     """Return all labels; ConfigError if there is not one number for each image."""
-    for name in LABELS:
-        labels = getattr(dataset, name, None)
+    lists = [[label for _, label in getattr(dataset, name, None) or ()] for name in FILE_LISTS]
+    for labels in (*lists, *(getattr(dataset, name, None) for name in LABELS)):
         if labels is not None and len(labels) == len(dataset):
             try:
                 return [int(label) for label in labels]
             except (TypeError, ValueError):
                 break
-    raise ConfigError(f"data.dataset={type(dataset).__name__} has no class for each image: write a plug-in for it")
+    raise ConfigError(f"data.dataset={type(dataset).__name__} does not give one class for each image: {USE_A_PLUGIN}")
 
 
 def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig) -> Split:
@@ -150,10 +165,10 @@ def files_of(dataset: Any) -> tuple[Sequence[Path], list[int]]:
     """Return path and label of each image; ConfigError if the data set does not have them as files."""
     for name in FILE_LISTS:
         if samples := getattr(dataset, name, None):
-            return [Path(path) for path, _ in samples], [int(label) for _, label in samples]
+            return [Path(path) for path, _ in samples], labels_of(dataset)
     for name in PATHS:
         if paths := getattr(dataset, name, None):
             return [Path(path) for path in paths], labels_of(dataset)
     raise ConfigError(
-        f"data.dataset={type(dataset).__name__} has its images neither in memory nor in files: write a plug-in for it"
+        f"data.dataset={type(dataset).__name__} has its images neither in memory nor in files: {USE_A_PLUGIN}"
     )

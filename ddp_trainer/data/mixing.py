@@ -1,0 +1,65 @@
+"""Mixup and CutMix: each image of a global batch is mixed with the next one, whatever the number of ranks."""
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.distributed.seeding import derive_seed
+
+
+class Mix(NamedTuple):
+    """How the images of a global batch are mixed."""
+
+    weight: float
+    """The share of the first image."""
+    box: tuple[int, int, int, int] | None
+    """CutMix: top, left, bottom and right of the part that is replaced. None: mixup, a weighted mean."""
+
+
+class Mixing:
+    """Draws one mix for each global batch, a function of (seed, epoch, step) alone.
+
+    Source: Zhang et al., mixup, 2017 (arXiv 1710.09412); Yun et al., CutMix, 2019 (arXiv 1905.04899).
+    """
+
+    def __init__(self, config: AugmentConfig, *, height: int, width: int, num_classes: int, seed: int) -> None:
+        self.config, self.height, self.width = config, height, width
+        self.num_classes, self.seed = num_classes, seed
+
+    def draw(self, *, epoch: int, step: int) -> Mix:
+        """Return the mix of a global batch; with both kinds configured each is drawn half of the time."""
+        chance = np.random.default_rng(derive_seed(self.seed, epoch=epoch, step=step, purpose="mix"))
+        is_cutmix = self.config.mixup == 0 or (self.config.cutmix > 0 and chance.random() < 0.5)
+        alpha = self.config.cutmix if is_cutmix else self.config.mixup
+        weight = float(chance.beta(alpha, alpha))
+        if not is_cutmix:
+            return Mix(weight, None)
+        row, column, side = chance.random() * self.height, chance.random() * self.width, (1 - weight) ** 0.5 / 2
+        top, bottom = (round(min(max(row + sign * side * self.height, 0), self.height)) for sign in (-1, 1))
+        left, right = (round(min(max(column + sign * side * self.width, 0), self.width)) for sign in (-1, 1))
+        return Mix(1 - (bottom - top) * (right - left) / (self.height * self.width), (top, left, bottom, right))
+
+    def apply(self, images: Tensor, labels: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
+        """Return mixed images [B, C, H, W] and the probability of each class [B, classes].
+
+        images: [2 · B, C, H, W], those of this rank, then those that they are mixed with; labels: the same, int64
+        [2 · B]. If one image of a pair has no label, all of its probabilities are 0.
+        """
+        first, second = images.chunk(2)
+        if mix.box is None:
+            mixed = first.lerp(second, 1 - mix.weight)
+        else:
+            top, left, bottom, right = mix.box
+            mixed = first.clone()
+            mixed[:, :, top:bottom, left:right] = second[:, :, top:bottom, left:right]
+        own, other = one_hot(labels.clamp(min=0), self.num_classes).float().chunk(2)
+        known = (labels >= 0).view(2, -1).all(0)[:, None]
+        return mixed, own.lerp(other, 1 - mix.weight) * known
+
+
+def build_mixing(config: AugmentConfig, **options: int) -> Mixing | None:
+    """Return the mixing that `config` asks for, with the arguments of `Mixing`; None without mixup and CutMix."""
+    return Mixing(config, **options) if config.mixup > 0 or config.cutmix > 0 else None
