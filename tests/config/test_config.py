@@ -91,7 +91,7 @@ def test_what_changes_the_training_is_named_from_old_to_new() -> None:
         "data.augment.random_crop_padding: 1 → 0",
         "model.init: absent → default",
         "model.name: resnet18 → lenet",
-        "model.stem: small → absent",
+        "model.stem: auto → absent",
         "optimizer.lr: 0.05 → 0.5",
         "seed: 0 → 1",
     ]
