@@ -38,7 +38,7 @@ ONE_ARGUMENT = [
     "batch_size=32 is unknown: did you mean eval_batch_size or global_batch_size?",
     "checkpoint.foo=1 is unknown: checkpoint has every_seconds, every_steps, keep_best, keep_last",
     "data.foo=1 is unknown: data=digits has augment, mean, name, num_workers, on_bad_image, std, validation_fraction",
-    "+data.augment.xyz=1 is unknown: data.augment has random_crop_padding, random_erasing, ",
+    "+data.augment.xyz=1 is unknown: data.augment has color_jitter, cutmix, mixup, rand_augment, ",
     "model.init=d2l does not go with model=resnet18: it is a key of model=lenet",
     "+epochs=3 adds a key that exists: write epochs=… to change it",
     "~epochs removes a key that is needed: set it instead, epochs=…",

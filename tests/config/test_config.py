@@ -12,11 +12,11 @@ from conftest import compose
 from ddp_trainer import registry
 from ddp_trainer.commands.options import field_docstrings
 from ddp_trainer.config.composition import config_digest, config_dir, to_builtins, training_changes
-from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.config.data import FileAugmentConfig
 from ddp_trainer.config.errors import ConfigError, check_values, flatten_keys
 from ddp_trainer.config.messages import in_words, known_keys
 from ddp_trainer.config.models import ModelConfig
-from ddp_trainer.config.schema import CheckpointConfig, Config, Resume
+from ddp_trainer.config.schema import CheckpointConfig, Config, EmaConfig, Resume
 from ddp_trainer.config.sync import DDPConfig
 
 CHOICES = [(group, choice) for group in registry.groups() for choice in registry.choices(group)]
@@ -121,9 +121,9 @@ def test_the_number_of_ranks_is_checked_against_the_batch() -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    sections = {"augment", "checkpoint", *registry.groups()}
+    sections = {"augment", "checkpoint", "ema", *registry.groups()}
     choices = [registry.choices(group)[choice].schema for group, choice in CHOICES]
-    for schema in (Config, CheckpointConfig, AugmentConfig, *choices):
+    for schema in (Config, CheckpointConfig, EmaConfig, FileAugmentConfig, *choices):
         names = {field.name for field in fields(schema)} - sections - ({"name"} if schema in choices else set())
         assert names <= {name for name, text in field_docstrings(schema).items() if text}, schema
 
@@ -136,7 +136,8 @@ def test_a_schema_that_is_not_registered_is_refused() -> None:
 SCHEMAS = [
     Config,
     CheckpointConfig,
-    AugmentConfig,
+    EmaConfig,
+    FileAugmentConfig,
     *(c.schema for g in registry.groups() for c in registry.choices(g).values()),
 ]
 
