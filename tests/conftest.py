@@ -240,6 +240,18 @@ def start_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> li
     return processes
 
 
+def kill_in_training(world_size: int, config: Config, run_dir: Path, *, after: float) -> None:
+    """Train in processes of this job's own, and kill them all `after` seconds after their first save."""
+    before = newest_step(run_dir)
+    processes = start_ranks(world_size, train, config)
+    wait_for(lambda: newest_step(run_dir) > before)
+    time.sleep(after)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
 def compose(*overrides: str) -> Config:
     """Return the config that the command line would make of `overrides`."""
     return compose_words(overrides)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the laws on its kernels, no wait in a step, every precision, compile.
+"""Tests that need a GPU: the guarantees on its kernels, no wait in a step, every precision, compile.
 
 `benchmarks/gpu.sh` runs these, and the comparison with peers, in one go.
 """

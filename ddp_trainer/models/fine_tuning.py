@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ddp_trainer.config.errors import ConfigError, require
 
@@ -73,11 +74,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
     """Return `state` without the prefixes of wrappers that all of its names have, and those of the model do not."""
+    state = dict(state)
     while not state.keys() & set(own):
         prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in state)), None)
         if prefix is None:
             break
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
+        consume_prefix_in_state_dict_if_present(state, prefix)
     return state
 
 

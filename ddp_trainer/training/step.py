@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.schema import EmaConfig, OnNonfinite, Precision
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.distributed.seeding import derive_seed
+from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
@@ -84,7 +84,8 @@ class TrainStep:
         """
         self.on_phase("forward/backward")
         # Dropout draws from torch's generator: a function of the step, so that a resumed run draws the same.
-        torch.manual_seed(derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}"))
+        seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
+        seed_device(self.world.device, seed)
         statistics = flatten_buffers(self.model) if self.skips_nonfinite else None
         *early, last = self.split(images, labels)
         loss = torch.zeros((), device=images.device)

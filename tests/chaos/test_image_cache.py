@@ -12,10 +12,9 @@ from conftest import (
     assert_bitwise,
     compose,
     forkserver,
+    kill_in_training,
     memory_disk,
     newest_step,
-    start_ranks,
-    train,
     train_on,
     trained_state,
     wait_for,
@@ -104,14 +103,7 @@ def test_a_run_on_images_killed_in_mid_epoch_ends_as_one_left_alone(ranks: int, 
              "epochs=30", "checkpoint.every_steps=2")  # fmt: skip
     chance, run_dir = random.Random(ranks), tmp_path / "run"
     for _ in range(TRAIN_KILLS // 2):
-        before = newest_step(run_dir)
-        processes = start_ranks(ranks, train, compose(*words, "name=run"))
-        wait_for(lambda: newest_step(run_dir) > before)  # noqa: B023 - called at once
-        time.sleep(chance.uniform(0, 0.2))
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+        kill_in_training(ranks, compose(*words, "name=run"), run_dir, after=chance.uniform(0, 0.2))
     assert newest_step(run_dir) < 30 * 8, "the run was over before its last kill"
     train_on(ranks, *words, "name=run", deadline=300)
     train_on(ranks, *words, "name=alone", deadline=300)

@@ -13,11 +13,10 @@ from conftest import (
     assert_bitwise,
     clean_environment,
     compose,
+    kill_in_training,
     newest_step,
     records,
-    start_ranks,
     torchrun,
-    train,
     train_on,
     trained_state,
     wait_for,
@@ -74,13 +73,6 @@ def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path) -> N
     run_dir, chance = tmp_path / "run", random.Random(ranks)
     overrides = (*LONG, f"output_dir={tmp_path}", "name=run")
     for _ in range(KILLS):
-        before = newest_step(run_dir)
-        processes = start_ranks(ranks, train, compose(*overrides))
-        wait_for(lambda: newest_step(run_dir) > before)  # noqa: B023 - called at once
-        time.sleep(chance.uniform(0, 0.3))
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+        kill_in_training(ranks, compose(*overrides), run_dir, after=chance.uniform(0, 0.3))
     train_on(ranks, *overrides, deadline=300)
     assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""What happens to machines and directories while a job trains, without any fault of the job."""
+"""Changes of machines and directories while a job trains, without any fault of the job."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a run writes for people and programs: where it cannot be written, or is damaged, training goes on."""
+"""Outputs for people and programs: training continues where they cannot be written, or are damaged."""
 
 import os
 import pty

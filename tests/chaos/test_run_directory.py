@@ -1,4 +1,4 @@
-"""What is found in a run directory, and in the data: nothing good is lost, and nothing else is trained on."""
+"""Damaged or other files in a run directory and in the data: nothing good is lost, and no other data is used."""
 
 import errno
 import fcntl

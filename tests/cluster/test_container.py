@@ -78,7 +78,7 @@ def bare(buildah: Buildah) -> str:
 
 @pytest.fixture(scope="module")
 def with_python(buildah: Buildah, bare: str) -> str:
-    """What the Dockerfile makes of a base without Python: to build on it again is the other way in."""
+    """Build the Dockerfile on a base without Python; a build on its result is the case of a base with Python."""
     build = ["bud", "--pull-never", "--target", "base", "--build-arg", f"BASE={bare}", "--tag", "with_python", "."]
     buildah(*build, deadline=600)
     return "localhost/with_python"
@@ -112,7 +112,7 @@ def image(buildah: Buildah, with_python: str, wheels: Path) -> str:
 
 @dataclass(frozen=True)
 class Container:
-    """What `docker run` would start, at work in one container after another."""
+    """Start, in one container after another, what `docker run` would start."""
 
     buildah: Buildah
     entry: list[str]

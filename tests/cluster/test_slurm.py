@@ -79,7 +79,7 @@ def trained_state(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What LONG comes to on two ranks that are left alone."""
+    """Return the result of LONG on two ranks without a disturbance."""
     folder = tmp_path_factory.mktemp("undisturbed")
     train_on(2, *LONG, f"output_dir={folder}", "name=alone", deadline=600)
     return trained_state(folder / "alone")

@@ -1,4 +1,4 @@
-"""What the images are: digits from the package, Fashion-MNIST from anywhere, noise of any shape."""
+"""The images of each data set: digits from the package, Fashion-MNIST from any folder, noise of any shape."""
 
 import functools
 import gc

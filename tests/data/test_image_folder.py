@@ -1,7 +1,6 @@
 """Folders of images: what a scan finds, what each format becomes, batches that do not depend on ranks and threads."""
 
 import functools
-import io
 import json
 import os
 import re
@@ -14,39 +13,20 @@ import pytest
 import torch
 from conftest import assert_bitwise, compose, launch, newest_checkpoint, read_summary, train_all, train_on
 from PIL import Image
+from test_decoding import gradient, png
 from test_loader import CPU
 from torch import Tensor
 
 from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolderConfig
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data import decoding
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples
-from ddp_trainer.data.decoding import BadImageError, Box, center_box, decode, random_box, resize
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 
 NORMALIZE = Normalize([0.5] * 3, [0.25] * 3, device=CPU, memory_format=torch.contiguous_format)
-
-
-def gradient(height: int = 24, width: int = 36) -> np.ndarray:
-    """Return a smooth image: red grows downwards, green to the right, blue is 100. uint8 [H, W, 3]."""
-    red = np.linspace(0, 250, height)[:, None].repeat(width, 1)
-    green = np.linspace(0, 250, width)[None].repeat(height, 0)
-    return np.stack([red, green, np.full((height, width), 100.0)], -1).round().astype(np.uint8)
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """Return the PNG of uint8 [H, W] or [H, W, 3]."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
-
-
-def as_array(content: bytes) -> np.ndarray:
-    return np.frombuffer(bytearray(content), np.uint8)
 
 
 def write_folder(root: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 6) -> Path:
@@ -156,79 +136,7 @@ def test_the_fingerprint_changes_with_names_sizes_and_the_size_of_images(tmp_pat
     assert len({first, renamed, build(root).fingerprint}) == 3
 
 
-# --- pictures as they come ----------------------------------------------------------------------
-
-RGB = Image.fromarray(gradient())
-SIXTEEN = Image.fromarray(np.asarray(RGB.convert("L")).astype(np.uint16) * 257)
-PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
-    "x.png": (RGB, {}, RGB),
-    "progressive.jpg": (RGB, {"progressive": True, "quality": 98}, RGB),
-    "grey.jpg": (RGB.convert("L"), {"quality": 98}, RGB.convert("L").convert("RGB")),
-    "grey.png": (RGB.convert("L"), {}, RGB.convert("L").convert("RGB")),
-    "alpha.png": (RGB.convert("RGBA"), {}, RGB),
-    "palette.png": (RGB.quantize(256), {}, RGB.quantize(256).convert("RGB")),
-    "palette.gif": (RGB.quantize(256), {}, RGB.quantize(256).convert("RGB")),
-    "frames.gif": (RGB.quantize(256), {"save_all": True, "append_images": [RGB.convert("L").quantize()]},
-                   RGB.quantize(256).convert("RGB")),
-    "cmyk.jpg": (RGB.convert("CMYK"), {"quality": 98}, RGB),
-    "sixteen.png": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
-    "sixteen.tiff": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
-    "x.webp": (RGB, {"lossless": True}, RGB),
-    "x.avif": (RGB, {"quality": 95}, RGB),
-    "x.bmp": (RGB, {}, RGB),
-    "x.tif": (RGB, {}, RGB),
-    "x.ppm": (RGB, {}, RGB),
-    "turned.jpg": (RGB.rotate(90, expand=True), {"exif": {0x0112: 6}, "quality": 98}, RGB),
-    "one.png": (RGB.crop((0, 0, 1, 1)), {}, RGB.crop((0, 0, 1, 1))),
-}  # fmt: skip
-"""What is written under a name, with which options, and what it looks like."""
-
-
-def encode(name: str, folder: Path) -> bytes:
-    image, options, _ = PICTURES[name]
-    if tags := options.get("exif"):
-        exif = Image.Exif()
-        exif.update(tags)
-        options = {**options, "exif": exif}
-    image.save(folder / name, **options)
-    return (folder / name).read_bytes()
-
-
-@pytest.mark.parametrize("codec", ["torchcodec", "Pillow"])
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_its_pixels_in_rgb(name: str, codec: str, tmp_path: Path, monkeypatch) -> None:
-    if codec == "Pillow":
-        monkeypatch.setattr(decoding, "decode_image", None)
-    expected = torch.from_numpy(np.array(PICTURES[name][2])).permute(2, 0, 1)
-    image = decode(as_array(encode(name, tmp_path)))
-    assert (image.dtype, image.shape) == (torch.uint8, expected.shape)
-    assert (image.int() - expected.int()).abs().float().mean() < 4
-
-
-NO_IMAGES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "it is empty"),
-    "text": (b"not an image", "its format is unknown, or it is not an image"),
-    "beginning": (b"\xff\xd8\xff\xe0", "its format is unknown, or it is not an image"),
-    "truncated": (png(gradient())[:-60], ""),
-    "a bomb": (
-        png(np.zeros((10_001, 10_000), np.uint8)),
-        "it has 10000 × 10001 pixels, and the maximum is 100 million",
-    ),
-}
-"""What is no image, and how its error begins."""
-
-
-@pytest.mark.parametrize("codec", ["torchcodec", "Pillow"])
-@pytest.mark.parametrize("name", NO_IMAGES)
-def test_what_is_no_image_is_a_bad_image(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if codec == "Pillow":
-        monkeypatch.setattr(decoding, "decode_image", None)
-    content, reason = NO_IMAGES[name]
-    with pytest.raises(BadImageError) as error:
-        decode(as_array(content))
-    assert reason in str(error.value)
-    assert len(str(error.value)) <= 200
-    assert str(error.value).isprintable()
+# --- bad images -----------------------------------------------------------------------------------
 
 
 def spoil(root: Path) -> list[str]:
@@ -258,31 +166,6 @@ def test_a_bad_image_counts_as_none_on_any_rank(world_size: int, num_workers: in
             assert torch.equal(batch.images, good[number][rank::world_size])
         found += [name for name, _ in loader.reader.bad]  # type: ignore[union-attr]
     assert set(found) <= set(bad)
-
-
-# --- parts of images ----------------------------------------------------------------------------
-
-
-def test_a_random_part_is_as_large_as_configured_and_inside_the_image() -> None:
-    draws = torch.rand(2000, 4, generator=torch.Generator().manual_seed(0))
-    boxes = [random_box(300, 400, row, 0.25) for row in draws.tolist()]
-    assert all(0 <= b.top <= 300 - b.height and 0 <= b.left <= 400 - b.width for b in boxes)
-    areas = torch.tensor([b.height * b.width / 120_000 for b in boxes])
-    assert 0.24 < areas.min() < 0.27
-    assert areas.median() == pytest.approx(0.62, abs=0.03)
-    aspects = torch.tensor([b.width / b.height for b in boxes])
-    assert 0.74 < aspects.min() < 0.78
-    assert 1.3 < aspects.max() < 1.34
-    assert random_box(1, 1, draws[0].tolist(), 0.25) == Box(0, 0, 1, 1)
-
-
-def test_a_part_is_scaled_as_pillow_does() -> None:
-    image, box = torch.from_numpy(gradient(60, 90)).permute(2, 0, 1), center_box(60, 90)
-    assert box == Box(4, 19, 52, 52)
-    left_top = (box.left, box.top, box.left + box.width, box.top + box.height)
-    expected = Image.fromarray(gradient(60, 90)).resize((16, 16), Image.Resampling.BILINEAR, box=left_top)
-    scaled = resize(image, box, 16).permute(1, 2, 0).numpy()
-    assert np.abs(scaled.astype(int) - np.asarray(expected).astype(int)).max() <= 1
 
 
 # --- batches ------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def is_plain(text: str) -> bool:
 
 
 def test_recorded_messages_of_a_head_do_not_start_a_node(port: int) -> None:
-    """What the head of an earlier start has sent is signed with the right key."""
+    """Messages of the head of an earlier start have a valid signature, and are ignored all the same."""
     recorded = []
 
     def replay(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that were started with different programs or settings are told so by all, right after they have joined."""
+"""Ranks with different programs or settings: all of them report it, right after they have joined."""
 
 import sys
 from pathlib import Path
