@@ -220,3 +220,25 @@ def test_reasons_are_lines_that_a_program_can_read(tmp_path: Path) -> None:
     lines = (tmp_path / "cache" / BAD).read_text().splitlines()
     assert [json.loads(line) for line in lines] == [[n, f"image {n}\nis bad"] for n in range(COUNT) if n % 10 == 3]
     assert pixel_cache.read_reasons(tmp_path / "cache")[13] == "image 13\nis bad"
+
+
+def test_a_file_that_may_not_be_read_ends_the_build_and_is_not_kept_as_a_bad_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, read = write_folder(tmp_path / "root"), np.fromfile
+
+    def refused(path: bytes, dtype: Any) -> np.ndarray:  # root may read everything
+        if path.endswith(b"dog/2.png"):
+            raise PermissionError(13, "Permission denied")
+        return read(path, dtype)
+
+    monkeypatch.setattr(np, "fromfile", refused)
+    with pytest.raises(
+        ConfigError, match=r"dog/2\.png cannot be read: Permission denied; allow it, or remove the file$"
+    ):
+        cached(root, tmp_path / "cache")
+    monkeypatch.undo()
+    datasets = cached(root, tmp_path / "cache")
+    assert isinstance(datasets.train, ImageFiles)
+    assert datasets.train.cache is not None
+    assert datasets.train.cache.reasons == {}

@@ -6,6 +6,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from ddp_trainer.config.composition import compose
 from ddp_trainer.config.data import Cifar10Config, TorchvisionDataConfig
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples, read_sample
+from ddp_trainer.data.datasets.torchvision_sets import names_of_classes
+from ddp_trainer.data.file_index import index_files
 from ddp_trainer.data.image_files import ImageFiles
 
 NOISE = np.random.default_rng(0)
@@ -187,6 +190,17 @@ def test_images_and_labels_are_those_of_torchvision(name: str, tmp_path: Path) -
         assert (num_samples(ours.train), num_samples(ours.eval)) == (16, 4)
     names = getattr(splits[0], "classes", None)
     assert names is None or list(ours.class_names) == list(names)
+
+
+def test_classes_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    """ImageNet has two classes named crane, a bird and a machine."""
+    for name in ("crane", "dog", "crane "):
+        photo(tmp_path / f"{name}/1.jpg")
+    index = index_files([tmp_path / f"{name}/1.jpg" for name in ("crane", "dog", "crane ")], [0, 1, 2],
+                        ["crane", "dog", "crane"], tmp_path)  # fmt: skip
+    assert ImageFiles(index, index.class_names, image_size=8, min_crop_area=1.0).labels.tolist() == [0, 1, 2]
+    names = names_of_classes(SimpleNamespace(classes=[("crane",), ("dog", "hound"), ("crane",)]))
+    assert names == ["crane (0)", "dog", "crane (2)"]
 
 
 def test_cifar10_is_a_shorthand(tmp_path: Path) -> None:
