@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ddp_trainer.data.dataset import Datasets as Datasets
     from ddp_trainer.data.dataset import ImageTensors as ImageTensors
     from ddp_trainer.distributed.process_group import World as World
+    from ddp_trainer.inference.classifier import Classifier as Classifier
+    from ddp_trainer.inference.classifier import load as load
     from ddp_trainer.loggers.base import Logger as Logger
     from ddp_trainer.registry import register_dataset as register_dataset
     from ddp_trainer.registry import register_logger as register_logger
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _MODULES = {
+    "Classifier": "inference.classifier",
     "Config": "config.schema",
     "ConfigError": "config.errors",
     "DataConfig": "config.data",
@@ -37,6 +40,7 @@ _MODULES = {
     "SyncConfig": "config.sync",
     "Trainer": "training.trainer",
     "World": "distributed.process_group",
+    "load": "inference.classifier",
     "register_dataset": "registry",
     "register_logger": "registry",
     "register_model": "registry",

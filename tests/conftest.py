@@ -304,6 +304,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 FAULTS: dict[str, list[int]] = {}
 
 
+def trials(count: int) -> int:
+    """Return `count`, or a part of it on a slow machine, where .ci/run sets FEWER_TRIALS to a divisor."""
+    return max(2, count // int(os.environ.get("FEWER_TRIALS", "1")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything in tests/chaos and tests/cluster: `make test` leaves it to the target of that name."""
     for item in items:

@@ -15,7 +15,7 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 CONFIG, RANKS = {"registry", "config"}, {"registry", "config", "distributed"}
-PARTS = {"data", "models", "sync", "checkpoint", "loggers", "performance"}
+PARTS = {"data", "models", "sync", "checkpoint", "loggers", "performance", "scores", "report"}
 MAY_IMPORT = {
     "registry": set[str](),
     "config": {"registry"},
@@ -26,9 +26,12 @@ MAY_IMPORT = {
     "checkpoint": RANKS,
     "loggers": RANKS,
     "performance": CONFIG,
+    "scores": RANKS,
+    "report": RANKS,
     "training": RANKS | PARTS,
     "launch": RANKS | {"training"},
-    "commands": RANKS | PARTS | {"training", "launch"},
+    "inference": RANKS | PARTS | {"training"},
+    "commands": RANKS | PARTS | {"training", "launch", "inference"},
     "__main__": RANKS | {"commands"},
 }
 """The units of the package (top-level folders and modules) and those that each may import; no part imports another.

@@ -114,6 +114,8 @@ ARGUMENTS = {
     "optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true needs momentum",
     "scheduler=onecycle scheduler.warmup_epochs=1": "scheduler.warmup_epochs=1.0 must be 0: onecycle climbs by ",
     "scheduler=step scheduler.gamma=0": "scheduler.gamma=0.0 must be greater than 0",
+    "logger=wandb logger.wandb.mode=never": "logger.wandb.mode=never must be one of auto, online, offline",
+    "logger=[csv,mlflow] logger.mlflow.uri=x": "logger.mlflow.uri=x is unknown: ",
     "device=cpu backend=nccl": "backend=nccl is for GPUs and device=cpu: use backend=gloo",
 } | {message.split()[0]: message for message in ONE_ARGUMENT}
 

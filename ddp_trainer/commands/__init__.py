@@ -2,6 +2,10 @@
 
 COMMANDS = {
     "train": "train a model; the default",
+    "evaluate": "score a checkpoint of a run on a split, on any number of ranks",
+    "predict": "classify image files with the model of a run",
+    "export": "write the model of a run as safetensors, torch.export or ONNX",
+    "report": "write a page about one or several runs",
     "benchmark": "compare all synchronisation strategies on the same job",
     "plan": "predict the step time on more ranks than there are",
     "doctor": "examine this machine, or the machines of a job",

@@ -2,9 +2,10 @@
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,14 @@ from omegaconf import OmegaConf, StringNode
 from ddp_trainer.config.errors import check_values
 
 T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointOptions:
+    """The options that the commands for trained models share."""
+
+    checkpoint: str = "best"
+    """best (that of the highest top-1), last, or a step."""
 
 
 def parse_options(schema: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
@@ -26,6 +35,12 @@ def parse_options(schema: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
     options = OmegaConf.to_object(tree)
     check_values(options)
     return cast(T, options), [word for word in words if word not in own]
+
+
+def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words that are paths, and those that are ``key=value``; a path with = begins with ./ or /."""
+    overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
+    return [word for word in words if word not in overrides], overrides
 
 
 def print_help(usage: str, description: str, schema: type) -> None:

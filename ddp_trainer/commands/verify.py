@@ -6,7 +6,6 @@ Every checkpoint matches its checksum, every epoch used exactly the samples that
 TensorBoard have every step once, and the summary is of the last checkpoint. Exits with 1 if one of these is not so.
 """
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import yaml
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, parse, read_bytes
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import program, wants_help
-from ddp_trainer.config.errors import FAILURE, require
+from ddp_trainer.config.errors import FAILURE, require, require_run_dir
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.loggers.jsonl import read_records
 from ddp_trainer.training.metrics import SampleDigest
@@ -36,8 +35,7 @@ def main(words: Sequence[str]) -> None:
     with errors_as_exit_codes():
         require(len(words) == 1, "verify takes one run directory: verify RUN_DIR")
         run_dir = Path(words[0])
-        is_run_dir = os.path.isfile(run_dir / "config.yaml") or os.path.isdir(run_dir / "checkpoints")
-        require(is_run_dir, f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/")
+        require_run_dir(run_dir)
         findings = {check.__name__.removeprefix("check_"): list(check(run_dir)) for check in CHECKS}
         for name, texts in findings.items():
             print("\n  ".join([f"{name:12} {'' if texts else 'ok'}", *texts]))

@@ -20,6 +20,12 @@ class Cache(Enum):
     uint8 = "uint8"
 
 
+class SplitName(Enum):
+    test = "test"
+    validation = "validation"
+    train = "train"
+
+
 @dataclass(kw_only=True, slots=True)
 class AugmentConfig:
     random_crop_padding: int = field(default=0, metadata=NOT_NEGATIVE)
@@ -87,6 +93,11 @@ class DataConfig:
             f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
         )
         require(all(s >= 1e-6 for s in self.std), f"data.std={self.std} must be at least 1e-6 in every channel")
+
+    @property
+    def description(self) -> dict[str, str | None]:
+        """Name and root of the data set, for files about a run."""
+        return {"name": self.name, "root": getattr(self, "root", None)}
 
     @property
     def eval_split(self) -> str:

@@ -2,9 +2,11 @@
 
 import errno
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 FAILURE, USER_ERROR = 1, 2
@@ -71,6 +73,12 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     lower = {name.lower(): name for name in known}
     near = [lower[name] for name in get_close_matches(word.lower(), lower, n=3, cutoff=0.5)]
     return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def require_run_dir(run_dir: Path) -> None:
+    """Check that `run_dir` is, or was, the directory of a run; ConfigError if not."""
+    is_run_dir = os.path.isfile(run_dir / "config.yaml") or os.path.isdir(run_dir / "checkpoints")
+    require(is_run_dir, f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/")
 
 
 def require_positive(key: str, value: float | None) -> None:

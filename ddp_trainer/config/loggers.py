@@ -1,10 +1,17 @@
 """The group ``logger``, of which a run may have several: ``logger=[tensorboard,jsonl]``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 
 from omegaconf import MISSING
 
 from ddp_trainer.registry import register_logger
+
+
+class WandbMode(Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,5 +29,37 @@ class JsonlConfig(LoggerConfig):
     name: str = "jsonl"
 
 
+@dataclass(kw_only=True, slots=True)
+class CsvConfig(LoggerConfig):
+    name: str = "csv"
+
+
+@dataclass(kw_only=True, slots=True)
+class WandbConfig(LoggerConfig):
+    name: str = "wandb"
+    project: str = "ddp_trainer"
+    """The project that the run belongs to."""
+    entity: str | None = None
+    """User or team that the project belongs to; null: your default."""
+    mode: WandbMode = WandbMode.auto
+    """online: send to the server; offline: write files for `wandb sync`; auto: as WANDB_MODE says, else online."""
+    group: str | None = None
+    """A name that related runs share, such as those of a sweep."""
+    tags: list[str] = field(default_factory=list)
+    """Words by which runs are found."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MlflowConfig(LoggerConfig):
+    name: str = "mlflow"
+    tracking_uri: str | None = None
+    """Address of the server or database; null: MLFLOW_TRACKING_URI, else mlflow.db in output_dir."""
+    experiment: str = "ddp_trainer"
+    """The experiment that the run belongs to; it is created if there is none."""
+
+
 register_logger("tensorboard", TensorBoardConfig, builder="ddp_trainer.loggers.tensorboard:TensorBoardLogger")
 register_logger("jsonl", JsonlConfig, builder="ddp_trainer.loggers.jsonl:JsonlLogger")
+register_logger("csv", CsvConfig, builder="ddp_trainer.loggers.csv_file:CsvLogger")
+register_logger("wandb", WandbConfig, builder="ddp_trainer.loggers.wandb_run:WandbLogger")
+register_logger("mlflow", MlflowConfig, builder="ddp_trainer.loggers.mlflow_run:MlflowLogger")

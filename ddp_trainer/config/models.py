@@ -58,5 +58,7 @@ class TimmModelConfig(ModelConfig):
 
 register_model("resnet18", ResNet18Config, builder="ddp_trainer.models.resnet:build_resnet18")
 register_model("lenet", LeNetConfig, builder="ddp_trainer.models.lenet:build_lenet")
-register_model("torchvision", TorchvisionModelConfig, builder="ddp_trainer.models.libraries:build_torchvision")
-register_model("timm", TimmModelConfig, builder="ddp_trainer.models.libraries:build_timm")
+register_model(
+    "torchvision", TorchvisionModelConfig, builder="ddp_trainer.models.torchvision_and_timm:build_torchvision"
+)
+register_model("timm", TimmModelConfig, builder="ddp_trainer.models.torchvision_and_timm:build_timm")

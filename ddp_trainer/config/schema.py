@@ -130,6 +130,8 @@ class Config:
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = field(default=20, metadata=POSITIVE | FREE)
     """Optimizer steps between two log points; only there, and once a second, the host waits for the device."""
+    report: bool = field(default=False, metadata=FREE)
+    """Write report.html at the end of a launch, with the scores of the last evaluation."""
     resume: Resume = field(default=Resume.auto, metadata=FREE)
     """auto: resume from the newest checkpoint if there is one; must: there has to be one; never: start from step 0."""
 

@@ -161,10 +161,13 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
     return image, label
 
 
-def sample_name(dataset: Dataset[Any], index: int) -> str:
-    """Return the name of a sample in messages: that in the whole data set, if a part of it was held out."""
-    dataset, index = in_whole(dataset, index)
-    return dataset.path(index) if isinstance(dataset, ImageFiles) else f"sample {index} of {type(dataset).__name__}"
+def sample_name(split: Split, index: int) -> str:
+    """Return the name of a sample: its path, if it is a file; that in the whole data set, if a part was held out."""
+    if isinstance(split, ImageTensors):
+        return f"sample {index}"
+    dataset, index = in_whole(split, index)
+    path = getattr(dataset, "path", None)
+    return str(path(index)) if callable(path) else f"sample {index} of {type(dataset).__name__}"
 
 
 def in_whole(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:

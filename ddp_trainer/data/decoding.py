@@ -128,11 +128,11 @@ def center_box(height: int, width: int) -> Box:
     return Box((height - side) // 2, (width - side) // 2, side, side)
 
 
-def resize(image: Tensor, box: Box, size: int) -> Tensor:
-    """Return the part `box` of an image, scaled with antialiasing. image: uint8 [3, H, W] -> [3, size, size]."""
+def resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
+    """Return the part `box` of an image, scaled with antialiasing. image: uint8 [C, H, W] -> [C, *size]."""
     part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
     part = part.contiguous(memory_format=torch.channels_last)  # twice as fast as a part of a larger image
-    return interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0]
+    return interpolate(part, size=size, mode="bilinear", antialias=True)[0]
 
 
 def shrink(image: Tensor, short_side: int) -> Tensor:

@@ -65,7 +65,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         image = self.decode(index) if self.cache is None else self.cache[index]
         height, width = image.shape[1:]
         box = center_box(height, width) if draws is None else random_box(height, width, draws, self.min_crop_area)
-        return resize(image, box, self.image_size), int(self.labels[index])
+        return resize(image, box, (self.image_size, self.image_size)), int(self.labels[index])
 
     def decode(self, index: int) -> Tensor:
         """Return a whole image, uint8 [3, H, W], from its file."""

@@ -175,9 +175,12 @@ def build_loaders(
     normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
     bad_samples: list[tuple[str, str]] = []
     train, evaluation = (
-        build_reader(split, datasets, config, world=world, bad_samples=bad_samples)
+        build_reader(
+            split, config, image_shape=datasets.image_shape, num_classes=len(datasets.class_names), world=world,
+            bad_samples=bad_samples,
+        )
         for split in (datasets.train, datasets.eval)
-    )
+    )  # fmt: skip
     sampler = GlobalBatchSampler(
         train, global_batch_size=global_batch_size, num_replicas=world.world_size, rank=world.rank, seed=seed
     )
@@ -203,24 +206,30 @@ def build_loaders(
 
 
 def build_reader(
-    split: Split, datasets: Datasets, config: DataConfig, *, world: World, bad_samples: list[tuple[str, str]]
+    split: Split,
+    config: DataConfig,
+    *,
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    world: World,
+    bad_samples: list[tuple[str, str]],
 ) -> Reader:
-    """Return the reader of a split of `datasets`."""
+    """Return the reader of a split; it appends name and reason of samples that it cannot read to `bad_samples`."""
     if isinstance(split, ImageTensors):
         return ResidentReader(split, device=world.device)
     return SampleReader(
         split,
-        image_shape=datasets.image_shape,
-        num_classes=len(datasets.class_names),
-        num_workers=num_readers(config.num_workers, world),
+        image_shape=image_shape,
+        num_classes=num_classes,
+        num_workers=num_readers(config.num_workers, local_world_size=world.local_world_size),
         pin_memory=world.device.type == "cuda",
         blank=torch.tensor(config.mean).mul(255).round().to(torch.uint8)[:, None, None],
         bad=bad_samples,
     )
 
 
-def num_readers(num_workers: int | str, world: World) -> int:
+def num_readers(num_workers: int | str, *, local_world_size: int) -> int:
     """Return the number of threads that read: `num_workers`, or for auto one per usable core of a rank, 2 to 16."""
     if isinstance(num_workers, int):
         return num_workers
-    return min(16, max(2, usable_cores() // world.local_world_size))
+    return min(16, max(2, usable_cores() // local_world_size))

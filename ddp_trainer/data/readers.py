@@ -131,3 +131,9 @@ class SampleReader:
 
 
 Reader = ResidentReader | SampleReader
+
+
+def read_images(reader: Reader, ids: Tensor) -> Tensor:
+    """Return the images of some samples, without augmentation: int64 [B] -> uint8 [B, C, H, W]."""
+    [(pixels, _)] = reader.read([ids])
+    return pixels

@@ -41,6 +41,8 @@ class Environment:
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     under_torchrun: bool = False
+    has_agent_store: bool = False
+    """torchrun's own process has the store of the rendezvous, so that a rank can connect at any time."""
     is_restart: bool = False
     """This launch has started this rank before: torchrun restarted it, or SLURM requeued the job."""
     error_file: str | None = None
@@ -69,6 +71,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         "is_restart": was_started or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name)),
         "stop_file": variables.get("DDP_TRAINER_STOP_FILE") or None,
         "command": variables.get("DDP_TRAINER_COMMAND") or None,
+        "has_agent_store": variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     }
     present = [name for name in ("RANK", "WORLD_SIZE") if name in variables]
     if not present:

@@ -2,13 +2,14 @@
 
 import gc
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import Environment, set_interface, usable_cores
 
 T = TypeVar("T")
+
+BUSY, BUSY_SECONDS = "busy", 2.0
+"""The key of the store at which ranks that prepare their data count, and how often, for those that wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +162,51 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
     )  # fmt: skip
 
 
+def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
+    """Call ``attempt()`` before the process group is joined, however long it takes.
+
+    Returns a function of the group's `World`, which all ranks must call: it returns the result, or raises on all ranks
+    what ``attempt()`` has raised on one, a ConfigError or TransientError.
+    """
+    result: Any = None
+    try:
+        with announce_busy(environment):
+            result = attempt()
+    except (ConfigError, TransientError) as error:
+        result = error
+
+    def outcome() -> T:
+        if isinstance(result, ConfigError | TransientError):
+            raise result
+        return result
+
+    return lambda world: world.raise_on_any_rank(outcome)
+
+
+@contextmanager
+def announce_busy(environment: Environment) -> Iterator[None]:
+    """Let the ranks that wait for this one to join wait on inside the context, for example while it writes a cache."""
+    done = threading.Event()
+
+    def announce() -> None:
+        store: dist.Store | None = None
+        while not done.wait(BUSY_SECONDS):
+            with suppress(RuntimeError, ValueError):  # the others have given up, and torchrun ends this rank
+                store = store or next(dist.rendezvous("env://"))[0]
+                store.add(BUSY, 1)
+
+    is_waited_for = environment.has_agent_store and environment.world_size > 1 and not dist.is_initialized()
+    thread = threading.Thread(target=announce, name="busy", daemon=True)
+    if is_waited_for:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if is_waited_for:
+            thread.join(BUSY_SECONDS)
+
+
 def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return a view of `store` that only the ranks of this start share; TimeoutError names the ranks that are missing.
 
@@ -166,21 +215,26 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
     the ranks that have arrived, in this start or an earlier one. A rank accepts the name only if its own nonce is
     among them. Collective: every rank must call this.
     """
-    nonce, own_name, missing = uuid.uuid4().hex, uuid.uuid4().hex, [0]
+    nonce, own_name, joined = uuid.uuid4().hex, uuid.uuid4().hex, [""]
     arrived, deadline = [f"arrived/{r}" for r in range(world_size)], time.monotonic() + timeout.total_seconds()
     store.set(arrived[rank], nonce)
+    busy = store.add(BUSY, 0)
     while time.monotonic() < deadline:
+        if (count := store.add(BUSY, 0)) != busy:
+            busy, deadline = count, time.monotonic() + timeout.total_seconds()
         if rank == 0:
             arrivals = [store.get(key).decode() for key in arrived if store.check([key])]
             store.set("round", json.dumps([own_name, *arrivals]))
         name, *nonces = json.loads(store.get("round")) if store.check(["round"]) else [""]
         if nonce in nonces:
-            store.set(f"{name}/joined/{rank}", "")
-            missing = [r for r in range(world_size) if rank == 0 and not store.check([f"{name}/joined/{r}"])]
-            if not missing:
+            joined = [f"{name}/joined/{r}" for r in range(world_size)]
+            store.set(joined[rank], "")
+            if rank == 0 and store.check(joined):  # the others ask for one key, because there may be thousands of them
+                store.set(f"{name}/complete", "")
+            if store.check([f"{name}/complete"]):
                 return dist.PrefixStore(name, store)
         time.sleep(0.02)
-    seconds = timeout.total_seconds()
+    seconds, missing = timeout.total_seconds(), [r for r, key in enumerate(joined) if not store.check([key])]
     raise TimeoutError(
         f"{world_size - len(missing)} of {world_size} ranks came within {seconds:.0f} s, "
         f"missing: {', '.join(map(str, missing))}"

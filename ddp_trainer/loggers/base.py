@@ -1,20 +1,32 @@
 """`Logger`, the base class of all loggers, and the group of those that a run has."""
 
 import logging
+import queue
+import threading
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ddp_trainer import registry
+from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.loggers import LoggerConfig
 
 logger = logging.getLogger(__name__)
 
 Value = float | str
 
+CLOSE_SECONDS, FAILURE_CLOSE_SECONDS = 60.0, 5.0
+"""How long the end of a run waits for a logger with a thread of its own; the second after an exception."""
+MAX_PENDING_CALLS = 10_000
+"""Calls that wait for a logger's thread. If its server does not answer, later ones are dropped."""
+
 
 class Logger:
     """Records a run somewhere. Every method may be left out; the base class does nothing."""
+
+    in_background: ClassVar[bool] = False
+    """Whether a thread makes all calls, so that a server that is slow, or does not answer, never delays a step."""
 
     def start(self, step: int) -> None:
         """Prepare to record after optimizer step `step`; records of an earlier launch past it are to be dropped."""
@@ -35,6 +47,73 @@ class Logger:
         """Write what is left and close files."""
 
 
+class LoggerCalls:
+    """Calls the methods of one logger. A failure is reported once, until a call succeeds again."""
+
+    def __init__(self, name: str, wrapped: Logger) -> None:
+        self.name, self.wrapped, self.is_failing = name, wrapped, False
+
+    def start(self) -> None:
+        """Prepare for calls."""
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method. Of its exceptions, which a client may raise in any kind, only KeyboardInterrupt passes."""
+        try:
+            getattr(self.wrapped, method)(*arguments)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
+            self.report_failure(f"{type(error).__name__}: {error}")
+        else:
+            self.is_failing = False
+
+    def report_failure(self, reason: str) -> None:
+        """Log a warning with `reason`, unless the logger was failing already."""
+        if not self.is_failing:
+            logger.warning("logger=%s failed (%s); training continues", self.name, " ".join(reason.split()))
+        self.is_failing = True
+
+    def close(self, seconds: float) -> None:
+        """Close the logger. `seconds` limits the time of a logger that has a thread."""
+        self.call("close")
+
+
+class BackgroundCalls(LoggerCalls):
+    """Calls the methods of one logger in order, in a thread; `call` returns at once."""
+
+    def __init__(self, name: str, wrapped: Logger) -> None:
+        super().__init__(name, wrapped)
+        self.pending: queue.Queue[tuple[Any, ...] | None] = queue.Queue(MAX_PENDING_CALLS)
+        # A daemon, because the process must be able to end while a client waits for its server.
+        self.thread = threading.Thread(target=self.work, name=f"logger={name}", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def work(self) -> None:
+        """Make the calls, until there is a None among them."""
+        while (call := self.pending.get()) is not None:
+            super().call(*call)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        try:
+            self.pending.put_nowait((method, *arguments))
+        except queue.Full:
+            self.report_failure(f"it has not answered since {MAX_PENDING_CALLS:,} records")
+
+    def close(self, seconds: float) -> None:
+        self.call("close")
+        try:
+            self.pending.put_nowait(None)
+            self.thread.join(seconds)
+        except queue.Full:
+            return  # reported already
+        if self.thread.is_alive():
+            logger.warning(
+                "logger=%s did not finish within %.0f s; its last records may be missing", self.name, seconds
+            )
+
+
 class LoggerGroup(Logger):
     """Several loggers as one. A logger that fails is reported once, until it works again, and never ends a training.
 
@@ -43,18 +122,21 @@ class LoggerGroup(Logger):
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
-        self.loggers = dict(loggers)
-        self.failing: set[str] = set()
+        self.loggers = [
+            (BackgroundCalls if one.in_background else LoggerCalls)(name, one) for name, one in loggers.items()
+        ]
         self.is_started = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(CLOSE_SECONDS if error is None else FAILURE_CLOSE_SECONDS)
 
     def start(self, step: int) -> None:
         self.is_started = True
+        for one in self.loggers:
+            one.start()
         self._call("start", step)
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
@@ -70,21 +152,37 @@ class LoggerGroup(Logger):
         self._call("hparams", config, results)
 
     def close(self) -> None:
-        self._call("close")
+        self._close(CLOSE_SECONDS)
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of each logger."""
-        for name, one in self.loggers.items() if self.is_started else ():
-            try:
-                getattr(one, method)(*arguments)
-            except Exception as error:  # a logger's client may raise anything
-                if name not in self.failing:
-                    logger.warning("logger=%s failed (%s: %s); training continues", name, type(error).__name__, error)
-                self.failing.add(name)
-            else:
-                self.failing.discard(name)
+        for one in self.loggers if self.is_started else ():
+            one.call(method, *arguments)
+
+    def _close(self, seconds: float) -> None:
+        """Close each logger; those with a thread get `seconds` each."""
+        for one in self.loggers if self.is_started else ():
+            one.close(seconds)
 
 
 def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> LoggerGroup:
     """Return the loggers that `configs` choose, writing to `run_dir`."""
     return LoggerGroup({config.name: registry.build("logger", config, run_dir, returns=Logger) for config in configs})
+
+
+def import_client(package: str, config: LoggerConfig) -> Any:
+    """Return the module of a logger's optional `package`; ConfigError if it is not installed or cannot be imported.
+
+    Call this in the constructor, in the main thread: two threads that import at the same time may wait for each other.
+    """
+    fix = f"pip install 'ddp_trainer[{config.name}]'"
+    try:
+        module = import_module(package)
+    except Exception as error:  # a module may raise anything
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        broken = "" if is_missing else f", which cannot be imported ({cause})"
+        raise ConfigError(f"logger={config.name} needs {package}{broken}: {fix}") from error
+    # A folder of that name, such as wandb/ of another program's run in the current folder, is a module without a file.
+    require(module.__file__ is not None, f"logger={config.name} needs {package}: {fix}")
+    return module

@@ -5,31 +5,35 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.sync.buffers import averaged_statistics
-from ddp_trainer.training.metrics import Evaluation, MetricSums
+from ddp_trainer.scores.results import LABEL, LOSS, PREDICTION, SampleResults
+from ddp_trainer.training.metrics import Evaluation
 
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, loader: Iterable[Batch], world: World, autocast_dtype: torch.dtype | None = None
-) -> Evaluation:
-    """Return the mean loss and accuracy of `model` over the batches of all ranks.
-
-    BatchNorm statistics are averaged over ranks meanwhile. Collective: every rank must call this.
-    """
-    sums = MetricSums(world.device)
+    model: nn.Module, loader: Iterable[Batch], device: torch.device, autocast_dtype: torch.dtype | None = None
+) -> SampleResults:
+    """Return the answers of `model` to the batches of this rank."""
+    results = SampleResults(device)
     model.eval()
-    with eager(model), averaged_statistics(model, world):
+    with eager(model):
         for batch in loader:
-            with torch.autocast(world.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+            with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
                 logits = model(batch.images)
-            sums.add(cross_entropy(logits.float(), batch.labels, reduction="sum"), logits, batch.labels)
-    loss, correct, count = world.all_reduce(sums.vector).tolist()
-    return Evaluation(loss=loss / count, top1=correct / count, count=int(count)) if count else Evaluation()
+            results.add(logits, batch.labels, batch.ids)
+    return results
+
+
+def mean_over_ranks(results: SampleResults, world: World) -> Evaluation:
+    """Return the mean loss and accuracy over the samples of all ranks. Collective: every rank must call this."""
+    rows = results.rows()
+    correct, ones = rows[:, LABEL] == rows[:, PREDICTION], torch.ones_like(rows[:, LOSS])
+    sums = torch.stack([rows[:, LOSS], correct.double(), ones]).sum(1)
+    loss, right, count = world.all_reduce(sums).tolist()
+    return Evaluation(loss=loss / count, top1=right / count, count=int(count)) if count else Evaluation()
 
 
 def eager(model: nn.Module) -> AbstractContextManager[object]:

@@ -1,9 +1,9 @@
-"""Pictures for the loggers at the start of a run: the first batch as the model sees it, and the sizes of classes."""
+"""Pictures for the loggers: the first batch as the model sees it, the sizes of classes, and those of an evaluation."""
 
-import io
 import logging
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,32 +12,64 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torchvision.utils import make_grid
 
-from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.loaders import Loaders
-from ddp_trainer.data.readers import SampleReader
+from ddp_trainer.data.readers import SampleReader, read_images
 from ddp_trainer.loggers.base import LoggerGroup
+from ddp_trainer.scores.pictures import BLACK, BLUE, WHITE, captioned_png, confusion_png, png, printable
+from ddp_trainer.scores.results import LABEL, PREDICTION
+from ddp_trainer.scores.scores import Scores, ids_of
 
 logger = logging.getLogger(__name__)
 
 MAX_IMAGES, MAX_CLASSES = 64, 40
+MAX_MISTAKES = 32
 ROW, NAMES, BARS, NUMBERS = 16, 180, 300, 60
 """Pixels of the bar chart: height of a row, and widths of its columns."""
-BLUE, BLACK, WHITE = (42, 120, 181), (30, 30, 30), (255, 255, 255)
 
 
-def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, config: DataConfig) -> None:
-    """Record the first `images`, float [B, C, H, W], as ``train/first_batch``, and ``train/class_sizes``, if known."""
+def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_dir: Path) -> None:
+    """Record the first `images`, float [B, C, H, W], and the number of images of each class, if it is known.
+
+    They are ``train/first_batch`` and ``train/class_sizes``, and files of these names in the folder pictures.
+    """
     if not loggers.loggers:
         return
     try:
-        first = grid_png(images[:MAX_IMAGES].cpu(), mean=config.mean, std=config.std)
-        loggers.image("train/first_batch", first, 0)
+        pictures = {
+            "first_batch": grid_png(
+                images[:MAX_IMAGES].cpu(), mean=loaders.preprocessing["mean"], std=loaders.preprocessing["std"]
+            )
+        }
         labels = labels_of(loaders.train.reader)
         if labels is not None:
             counts = torch.bincount(labels.cpu(), minlength=len(loaders.class_names)).tolist()
-            loggers.image("train/class_sizes", bars_png(loaders.class_names, counts), 0)
+            pictures["class_sizes"] = bars_png(loaders.class_names, counts)
+        folder = run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        for name, content in pictures.items():
+            loggers.image(f"train/{name}", content, 0)
+            (folder / f"{name}.png").write_bytes(content)
     except Exception as error:  # labels of a plug-in may be anything, and other ranks are in their first step
         logger.warning("the pictures of the first batch were not recorded: %s: %s", type(error).__name__, error)
+
+
+def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) -> None:
+    """Record ``eval/confusion_matrix`` and ``eval/mistakes``, the images of the largest losses.
+
+    rows: those of `SampleResults.gather`, float64 [N, 6].
+    """
+    if not loggers.loggers or not len(rows):
+        return
+    names, scores = loaders.class_names, Scores(rows, loaders.class_names)
+    try:
+        loggers.image("eval/confusion_matrix", confusion_png(scores.confusion, names), step)
+        worst = scores.mistakes()[:MAX_MISTAKES]
+        if len(worst):
+            pixels = read_images(loaders.eval.reader, ids_of(worst))
+            captions = [(names[int(row[PREDICTION])], f"is {names[int(row[LABEL])]}") for row in worst.tolist()]
+            loggers.image("eval/mistakes", captioned_png(list(pixels.cpu()), captions), step)
+    except Exception as error:  # the reader may be of a plug-in, and other ranks do not wait here
+        logger.warning("the pictures of the evaluation were not recorded: %s: %s", type(error).__name__, error)
 
 
 def labels_of(source: Any) -> Tensor | None:
@@ -66,16 +98,8 @@ def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
     draw = ImageDraw.Draw(image)
     for number, (count, name) in enumerate(rows):
         top = number * ROW + ROW // 2
-        text = name if name.isascii() and name.isprintable() else ascii(name)[1:-1]  # the built-in font has no others
-        draw.text((8, top + 2), text[:28], fill=BLACK)
+        draw.text((8, top + 2), printable(name, length=28), fill=BLACK)
         end = NAMES + BARS * count / max(1, rows[0][0])
         draw.rectangle((NAMES, top + 3, end, top + ROW - 3), fill=BLUE)
         draw.text((end + 6, top + 2), f"{count:,}", fill=BLACK)
     return png(image)
-
-
-def png(image: Image.Image) -> bytes:
-    """Return the content of a PNG file with `image`."""
-    file = io.BytesIO()
-    image.save(file, "png")
-    return file.getvalue()

@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from ddp_trainer.checkpoint.run_dir import lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.config.schema import Config, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
@@ -32,6 +33,7 @@ from ddp_trainer.models import build_model
 from ddp_trainer.performance.step_timer import StepTimer
 from ddp_trainer.sync import build_sync
 from ddp_trainer.training.control import ControlPoint
+from ddp_trainer.training.final_report import write_final_report
 from ddp_trainer.training.optimizers import build_optimizer
 from ddp_trainer.training.schedulers import build_scheduler
 from ddp_trainer.training.start import Start, start
@@ -77,7 +79,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
                 stop_requested=lambda: stop.is_set,
             )
         )  # fmt: skip
-        loggers = stack.enter_context(build_loggers(config.logger.values() if world.is_main else (), run_dir))
+        loggers = stack.enter_context(loggers_of_main(config.logger.values(), run_dir, world))
         checkpoints = stack.enter_context(CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world))
         with disable_gc():  # DDP imports the compiler
             timer, step = build_step(begun, partial(setattr, monitor, "phase"))
@@ -91,8 +93,8 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         log_header(trainer, begun.datasets, run_dir)
         summary = trainer.fit()
         checkpoints.wait()
-        if world.is_main:
-            record_summary(summary, run_dir, loggers, to_builtins(config))
+        record_summary(summary, run_dir, loggers, to_builtins(config), is_main=world.is_main)
+        write_final_report(trainer, begun.datasets)
         del trainer, step, timer  # no DDP module may outlive the process group
     stay_for_restart(environment, was_stopped=summary.status is Status.stopped and not stop.is_set)
     return summary
@@ -122,6 +124,11 @@ def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume:
         (run_dir / STOPPED).unlink(missing_ok=True)
         versions = installed_versions() | registry.plugin_versions()
         write_output(run_dir / "versions.json", json.dumps(versions, indent=2) + "\n")
+
+
+def loggers_of_main(configs: Iterable[LoggerConfig], run_dir: Path, world: World) -> LoggerGroup:
+    """Return the loggers on rank 0, and none on others; ConfigError on all if a package is missing. Collective."""
+    return world.raise_on_any_rank(lambda: build_loggers(configs if world.is_main else (), run_dir))
 
 
 def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: None) -> tuple[StepTimer, TrainStep]:
@@ -187,8 +194,12 @@ def log_header(trainer: Trainer, datasets: Datasets, run_dir: Path) -> None:
     logger.info("run directory %s", run_dir)
 
 
-def record_summary(summary: Summary, run_dir: Path, loggers: LoggerGroup, config: dict[str, Any]) -> None:
-    """Write summary.json, a marker if the launch was stopped, and the final line."""
+def record_summary(
+    summary: Summary, run_dir: Path, loggers: LoggerGroup, config: dict[str, Any], *, is_main: bool
+) -> None:
+    """Write summary.json, a marker if the launch was stopped, and the final line, on the rank that `is_main`."""
+    if not is_main:
+        return
     write_output(run_dir / "summary.json", summary.to_json())
     if summary.status is Status.stopped:
         write_output(run_dir / STOPPED, f"{summary.steps}\n")

@@ -13,13 +13,13 @@ import torch
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DataConfig
-from ddp_trainer.config.errors import ConfigError, TransientError, flatten_keys, require
+from ddp_trainer.config.errors import flatten_keys, require
 from ddp_trainer.config.schema import Config, Precision
 from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
 from ddp_trainer.data.loaders import Loaders, build_loaders
 from ddp_trainer.distributed.environment import Environment, installed_versions
 from ddp_trainer.distributed.memory import keep_freed_memory
-from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.distributed.process_group import World, prepare, process_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +54,23 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
         ConfigError: on all ranks, when the config, a version or the data of one is at fault.
     """
     config.check_world_size(environment.world_size)
-    data: Datasets | ConfigError | TransientError
-    try:
-        data = read_data(config.data, global_batch_size=config.global_batch_size)
-    except (ConfigError, TransientError) as error:
-        data = error  # all ranks raise it together, below
+    batch = config.global_batch_size
+    data = prepare(lambda: read_data(config.data, global_batch_size=batch), environment)
     world = stack.enter_context(process_group(environment, **config.process_group))
     versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
     check_same("versions other than those", versions, world, fix="install the same on all nodes")
     check_same("a config other than that", flatten_keys(to_builtins(config)), world, fix="use one command line")
     config = resolve_auto(config, world)
     set_torch_switches(world, compile_model=config.compile, deterministic=config.deterministic)
-
-    def result() -> Datasets:
-        if isinstance(data, Exception):
-            raise data
-        return data
-
-    datasets = world.raise_on_any_rank(result)
+    datasets = data(world)
     images = {"fingerprint": datasets.fingerprint}
     check_same("images other than those", images, world, fix="put the same data on every node")
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    return Start(config=config, world=world, datasets=datasets, memory_format=layout)
+    return Start(config=config, world=world, datasets=datasets, memory_format=memory_format(config.channels_last))
+
+
+def memory_format(channels_last: bool | str) -> torch.memory_format:
+    """Return the memory layout of models and batches."""
+    return torch.channels_last if channels_last in ("auto", True) else torch.contiguous_format
 
 
 def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:

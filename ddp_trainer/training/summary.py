@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from enum import Enum
+from pathlib import Path
 from typing import Any, Self
 
 
@@ -67,3 +68,12 @@ class Summary:
             f"{self.images_per_second:,.0f} img/s" if self.images_per_second is not None else "",
         ]
         return f"{self.eval_split} acc {self.eval_top1:.4f} · {' · '.join(filter(None, speed))} on {where}"
+
+
+def read_summary(run_dir: Path, step: int) -> str:
+    """Return the text of summary.json if it is valid and of optimizer step `step`, else an empty text."""
+    try:
+        text = (run_dir / "summary.json").read_text()
+        return text if Summary.from_json(text).steps == step else ""
+    except (OSError, ValueError):  # it is an output: a damaged one is written again
+        return ""

@@ -5,7 +5,6 @@ import logging
 import time
 
 import torch
-from torch import nn
 
 from ddp_trainer.checkpoint.file import State
 from ddp_trainer.checkpoint.run_dir import check_changes
@@ -19,15 +18,16 @@ from ddp_trainer.loggers.base import LoggerGroup, Value
 from ddp_trainer.loggers.console import EpochProgress
 from ddp_trainer.performance.flops import Utilization
 from ddp_trainer.performance.step_timer import StepTimer
+from ddp_trainer.scores.results import SampleResults
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint, Decision
-from ddp_trainer.training.evaluation import evaluate
+from ddp_trainer.training.evaluation import evaluate, mean_over_ranks
 from ddp_trainer.training.metrics import SampleDigest, check_replicas, peak_memory_mb, reset_peak_memory
-from ddp_trainer.training.pictures import log_pictures
+from ddp_trainer.training.pictures import log_pictures, log_scores
 from ddp_trainer.training.progress import Progress
 from ddp_trainer.training.step import TrainStep
-from ddp_trainer.training.summary import Status, Summary
+from ddp_trainer.training.summary import Status, Summary, read_summary
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,10 @@ class Trainer:
     ) -> None:
         self.config, self.train_step, self.timer, self.loaders = config, step, timer, loaders
         self.checkpoints, self.loggers, self.control, self.monitor = checkpoints, loggers, control, monitor
-        self.world, self.model = step.world, step.model
+        self.world, self.model, self.run_dir = step.world, step.model, checkpoints.folder.parent
         self.progress = Progress(step.world, step.sums)
         self.bad_samples = BadSamples(
-            loaders.bad_samples, step.world, on_bad_image=config.data.on_bad_image, run_dir=checkpoints.folder.parent
+            loaders.bad_samples, step.world, on_bad_image=config.data.on_bad_image, run_dir=self.run_dir
         )
         self.utilization = Utilization(
             step.model, loaders.image_shape, device=step.world.device, dtype=step.settings.autocast_dtype
@@ -60,6 +60,8 @@ class Trainer:
         self.bar = EpochProgress(enabled=step.world.is_main)
         self.epoch_seconds: list[float] = []
         self.train_line = "nothing left to train"
+        self.results: SampleResults | None = None
+        """The answers of the last evaluation of this launch, of this rank's samples."""
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -84,6 +86,11 @@ class Trainer:
         self.train_step.sync.begin()
         check_replicas(self.model, self.world, step=self.step)
         self.loggers.start(self.step)
+        launch: dict[str, Value] = {
+            "epoch": self.step // self.steps_per_epoch,
+            "launch/world_size": self.world.world_size,
+        }
+        self.loggers.scalars(launch, self.step)
         self.loggers.text("config", f"```json\n{json.dumps(to_builtins(self.config), indent=2)}\n```", self.step)
         self.prime()
 
@@ -144,7 +151,7 @@ class Trainer:
         with self.bar.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
             for batch in self.timer.timed(self.loaders.train):
                 if self.step == 0:
-                    log_pictures(self.loggers, self.loaders, batch.images, config=self.config.data)
+                    log_pictures(self.loggers, self.loaders, batch.images, run_dir=self.run_dir)
                 self.train_step(batch.images, batch.labels)
                 self.progress.digest.add(batch.ids, step=(self.step - 1) % self.steps_per_epoch)
                 self.monitor.step, self.monitor.phase = self.step, "data"
@@ -170,10 +177,11 @@ class Trainer:
             return False
         if decision.has_bad_samples:
             self.bad_samples.gather()
-        if decision.diverged and self.config.on_nonfinite is OnNonfinite.stop:
-            step.nonfinite.fail(self.world, lr=step.lr)
-        if decision.log:
+        has_diverged = decision.diverged and self.config.on_nonfinite is OnNonfinite.stop
+        if decision.log or has_diverged:
             self.log_window(epoch, decision)
+        if has_diverged:
+            step.nonfinite.fail(self.world, lr=step.lr)
         if decision.stop:
             sync.synchronize(step.optimizer)
         elif decision.save and not is_last:
@@ -209,8 +217,11 @@ class Trainer:
         """Evaluate and record the result. Return whether it is the best so far. Collective."""
         self.monitor.phase = "evaluation"
         step = self.train_step
-        result = evaluate(step.evaluated, self.loaders.eval, self.world, step.settings.autocast_dtype)
+        with averaged_statistics(step.evaluated, self.world):
+            dtype = step.settings.autocast_dtype
+            self.results = evaluate(step.evaluated, self.loaders.eval, self.world.device, dtype)
         self.bad_samples.gather()
+        result = mean_over_ranks(self.results, self.world)
         digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
         self.progress.evaluation = result
         # best.pt is chosen at epoch boundaries only, so that the end of a launch does not choose the best model.
@@ -223,6 +234,9 @@ class Trainer:
         self.loggers.scalars(values, self.step)
         place, split = f"epoch {epoch + 1}/{self.config.epochs}", self.config.data.eval_split
         logger.info("%s · %s · %s %.4f", place, self.train_line, split, result.top1)
+        is_power_of_two = (epoch + 1) & epoch == 0
+        if self.config.logger and (is_power_of_two or self.step >= self.last_step):
+            log_scores(self.loggers, self.loaders, self.results.gather(self.world), self.step)
         return is_best
 
     def save(self, *, is_best: bool = False) -> None:
@@ -235,7 +249,9 @@ class Trainer:
     def state_dict(self) -> State:
         """Return the state from which training resumes. Collective: every rank must call this."""
         with averaged_statistics(self.train_step.models, self.world) as own:
-            model, *averages = (clone_state(model) for model in self.train_step.models)
+            model, *averages = (
+                {key: value.clone() for key, value in model.state_dict().items()} for model in self.train_step.models
+            )
         return {
             "model": model,
             "ema": averages[0] if averages else None,
@@ -254,11 +270,10 @@ class Trainer:
 
     def load_state_dict(self, state: State) -> None:
         """Restore `state`, at any world size; ConfigError if it is of another training, or of other data."""
-        folder = self.checkpoints.folder
-        check_changes(state["config"], to_builtins(self.config), run_dir=folder.parent)
+        check_changes(state["config"], to_builtins(self.config), run_dir=self.run_dir)
         require(
             state["data_fingerprint"] == self.loaders.fingerprint,
-            f"{folder.parent} was trained on other images than data={self.config.data.name} has here: put the same "
+            f"{self.run_dir} was trained on other images than data={self.config.data.name} has here: put the same "
             "data there, choose name=… for a new run, or resume=never to start from step 0",
         )
         for model, saved in zip(self.train_step.models, (state["model"], state.get("ema")), strict=False):
@@ -298,21 +313,8 @@ class Trainer:
     def repeat_summary(self) -> Summary:
         """Return the summary of the launch that trained the last step; evaluate again if it is lost."""
         logger.info("%s: nothing left to train after step %d", self.status.value, self.step)
-        text = self.world.broadcast_object(self.read_summary() if self.world.is_main else "")
+        text = self.world.broadcast_object(read_summary(self.run_dir, self.step) if self.world.is_main else "")
         if text:
             return Summary.from_json(text)
         self.evaluate(self.step // self.steps_per_epoch - 1)
         return self.summary(self.status)
-
-    def read_summary(self) -> str:
-        """Return the text of summary.json if it is valid and of the last step, else an empty text."""
-        try:
-            text = (self.checkpoints.folder.parent / "summary.json").read_text()
-            return text if Summary.from_json(text).steps == self.step else ""
-        except (OSError, ValueError):  # it is an output: a damaged one is written again
-            return ""
-
-
-def clone_state(model: nn.Module) -> State:
-    """Return a copy of the state of `model`."""
-    return {key: value.clone() for key, value in model.state_dict().items()}

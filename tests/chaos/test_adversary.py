@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import TINY, compose, read_summary, run_command
+from conftest import TINY, compose, read_summary, run_command, trials
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,7 +37,7 @@ LINES = [
     f"node-check head=127.0.0.1 port=29999 node_rank=0 nnodes={'9' * 400}",
 ]  # fmt: skip
 """Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and valid."""
-OVERRIDES, COMMAND_LINES = 300, 40 + len(LINES)
+OVERRIDES, COMMAND_LINES = 300, trials(40) + len(LINES)
 
 
 def hostile_overrides(count: int) -> list[list[str]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, forkserver, read_summary, records, succeed, train_on
+from conftest import TINY, forkserver, read_summary, records, succeed, train_on, trials
 
 from ddp_trainer.checkpoint.store import DamagedCheckpointError, parse, read_bytes, write_file
 
-KILLS = 200
-FLIPS = 200
+KILLS = trials(200)
+FLIPS = trials(200)
 
 
 def lenet_state(step: int) -> dict:

@@ -17,6 +17,7 @@ from conftest import (
     newest_step,
     train_on,
     trained_state,
+    trials,
     wait_for,
 )
 from PIL import Image
@@ -27,7 +28,7 @@ from ddp_trainer.data.file_index import load_index
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.training.metrics import peak_memory_mb
 
-BUILD_KILLS, TRAIN_KILLS = 100, 20
+BUILD_KILLS, TRAIN_KILLS = trials(100), trials(20)
 
 
 def write_photos(root: Path, *, count: int, size: tuple[int, int] = (300, 400)) -> Path:

@@ -19,12 +19,13 @@ from conftest import (
     torchrun,
     train_on,
     trained_state,
+    trials,
     wait_for,
 )
 
 from ddp_trainer.commands.verify import CHECKS
 
-KILLS = 15
+KILLS = trials(15)
 LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.random_crop_padding=2")
 
 

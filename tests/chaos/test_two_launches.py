@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import compose, forkserver
+from conftest import compose, forkserver, trials
 
 from ddp_trainer.checkpoint import run_dir as run_dirs
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Resume
 
-TRIALS, LAUNCHES = 200, 3
+TRIALS, LAUNCHES = trials(200), 3
 
 
 def launch_again_and_again(number: int, folder: Path, barrier: Any, results: Any) -> None:

@@ -58,10 +58,14 @@ def with_another_digest(text: str) -> str:
         ("metrics.jsonl", lambda text: text.replace('"step"', "\x00step", 1), "metrics.jsonl: damaged lines: 1"),
         (
             "metrics.jsonl",
-            lambda text: text.partition("\n")[2],
+            lambda text: text.partition("\n")[2].partition("\n")[2],
             "tensorboard: train/loss has 8 steps, and in metrics.jsonl 7",
         ),
-        ("metrics.jsonl", lambda text: text.partition("\n")[0] + "\n" + text, "metrics.jsonl: step 2 occurs twice"),
+        (
+            "metrics.jsonl",
+            lambda text: "\n".join(text.splitlines()[:2]) + "\n" + text,
+            "metrics.jsonl: step 2 occurs twice",
+        ),
         ("metrics.jsonl", with_another_digest, "epoch 0: used 96 samples"),
         ("summary.json", lambda text: text[:40], "summary.json: damaged"),
         ("summary.json", lambda text: text.replace('"steps": 16', '"steps": 80'), "summary.json: of step 80"),

@@ -127,5 +127,5 @@ def test_a_part_is_scaled_as_pillow_does() -> None:
     assert box == Box(4, 19, 52, 52)
     left_top = (box.left, box.top, box.left + box.width, box.top + box.height)
     expected = Image.fromarray(gradient(60, 90)).resize((16, 16), Image.Resampling.BILINEAR, box=left_top)
-    scaled = resize(image, box, 16).permute(1, 2, 0).numpy()
+    scaled = resize(image, box, (16, 16)).permute(1, 2, 0).numpy()
     assert np.abs(scaled.astype(int) - np.asarray(expected).astype(int)).max() <= 1

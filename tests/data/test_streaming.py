@@ -74,6 +74,23 @@ def test_training_batches_are_those_from_memory(num_workers: int, world_size: in
         assert reader_threads() == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_epoch_that_is_resumed_reads_no_sample_from_before_its_cursor(rank: int) -> None:
+    images = image_set(230)
+    samples, in_memory = Samples(images), resident(images, rank=rank, world_size=2)
+    streamed = TrainLoader(
+        reader(samples),
+        sampler=in_memory.sampler,
+        augmentation=in_memory.augmentation,
+        normalize=normalize(),
+        device=CPU,
+    )
+    streamed.sampler.set_epoch(1, 20)
+    batches = [batch.ids.tolist() for batch in streamed]
+    assert len(batches) == 230 // 7 - 20
+    assert sorted(samples.reads) == sorted(number for batch in batches for number in batch)
+
+
 @pytest.mark.parametrize(("count", "world_size"), [(23, 1), (23, 3), (2, 3)])
 def test_evaluation_batches_are_those_from_memory(count: int, world_size: int) -> None:
     images = image_set(count)

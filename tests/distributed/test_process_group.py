@@ -1,6 +1,8 @@
 """The process group: its collectives, joining after a restart, and what the launch environment says."""
 
 import os
+import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import interface_towards, read_environment, set_interface
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.process_group import World, join_round, process_group
+from ddp_trainer.distributed.process_group import World, announce_busy, join_round, process_group
 
 CPU: dict[str, Any] = {"device": Device.cpu, "backend": Backend.auto, "num_threads": 1}
 TORCHRUN = {
@@ -87,6 +89,24 @@ def join_alone(timeout_seconds: float) -> str:
 
 def test_ranks_that_do_not_join_are_named() -> None:
     assert on_ranks(2, join_alone, 1.0)[0] == "1 of 2 ranks came within 1 s, missing: 1"
+
+
+def join_late(is_announced: bool) -> str:
+    """Join 9 s after the others of a group whose ranks wait for 5 s."""
+    environment = read_environment()
+    if environment.rank == 1:
+        with announce_busy(environment) if is_announced else nullcontext():
+            time.sleep(9)
+    try:
+        with process_group(environment, timeout_seconds=5, **CPU) as world:
+            return f"{len(world.all_gather_object(None))} ranks"
+    except TimeoutError as error:
+        return str(error)
+
+
+def test_ranks_wait_for_one_that_announces_that_it_is_busy() -> None:
+    assert on_ranks(3, join_late, True) == ["3 ranks"] * 3
+    assert on_ranks(3, join_late, False)[0] == "2 of 3 ranks came within 5 s, missing: 1"
 
 
 def join_again() -> list[str]:

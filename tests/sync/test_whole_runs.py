@@ -91,7 +91,10 @@ def test_killed_after_a_save_and_resumed_is_bitwise_the_same(
     train_all(ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={tmp_path}") for case in CASES])
     for case in CASES:
         assert_bitwise(trained_state(trained(ranks) / case), trained_state(tmp_path / case))
-        steps = [[record["step"] for record in records(folder / case)] for folder in (trained(ranks), tmp_path)]
+        steps = [
+            [record["step"] for record in records(folder / case) if "launch/world_size" not in record]
+            for folder in (trained(ranks), tmp_path)
+        ]
         assert steps[0] == steps[1], "what was logged after the save is logged once"
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from ddp_trainer.scores.pictures import BLUE
 from ddp_trainer.training.pictures import bars_png, grid_png
 
 
@@ -33,20 +34,26 @@ def test_a_grid_shows_the_pixels_before_normalization(channels: int) -> None:
 
 def test_bars_are_as_long_as_the_classes_are_large() -> None:
     picture = read_png(bars_png(["ä\n" * 30, "two", "none"], [50, 100, 0]))
-    blue = (picture == (42, 120, 181)).all(-1).sum(1)
+    blue = (picture == BLUE).all(-1).sum(1)
     assert [round(blue[16 * row + 16] / 300, 2) for row in range(3)] == [1.0, 0.5, 0.0]
     many = read_png(bars_png([str(n) for n in range(500)], list(range(500))))
     assert len(many) == 41 * 16
 
 
-def test_tensorboard_has_both_once(tmp_path: Path) -> None:
-    words = (*TINY, f"output_dir={tmp_path}", "name=run")
+def test_tensorboard_has_pictures_of_the_start_and_of_evaluations(tmp_path: Path) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "name=run", "epochs=3")
     train_on(2, *words, "max_steps=3")
     train_on(2, *words)
     events = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0})
     events.Reload()
-    assert sorted(events.Tags()["images"]) == ["train/class_sizes", "train/first_batch"]
-    for tag in ("train/class_sizes", "train/first_batch"):
-        [image] = events.Images(tag)
-        assert image.step == 0
-        assert read_png(image.encoded_image_string).std() > 5
+    steps = {"train/class_sizes": [0], "train/first_batch": [0]}
+    # the ends of launches, and epochs 1, 2, 4 …
+    steps |= {tag: [3, 8, 16, 24] for tag in ("eval/confusion_matrix", "eval/mistakes")}
+    assert {tag: [image.step for image in events.Images(tag)] for tag in events.Tags()["images"]} == steps
+    for tag in steps:
+        assert all(read_png(image.encoded_image_string).std() > 5 for image in events.Images(tag)), tag
+    for name in ("class_sizes", "first_batch"):
+        [image] = events.Images(f"train/{name}")
+        assert (
+            read_png((tmp_path / f"run/pictures/{name}.png").read_bytes()) == read_png(image.encoded_image_string)
+        ).all()

@@ -30,6 +30,20 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
     return Datasets(train=images, eval=held_out, class_names=train.class_names)
 
 
+def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
+    """Return the images of data.root alone, to evaluate on: of its folder test or val, or of its class folders.
+
+    Raises:
+        ConfigError: there is none, or it has a class that is not in `class_names`.
+    """
+    root = Path(config.root or "").expanduser()
+    require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
+    folder = next((root / name for name in EVALUATION_FOLDERS[::-1] if (root / name).is_dir()), root)
+    files = load_index(folder, cache_folder(config))
+    check_evaluation(files, class_names)
+    return image_files(files, class_names, config)
+
+
 def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
     """Return the split of `files`, with its cache if `config` asks for one."""
     min_crop_area = config.augment.random_resized_crop or 1.0

@@ -1,0 +1,66 @@
+"""Score a trained model:
+
+    python -m ddp_trainer evaluate outputs/digits-resnet18-ddp
+    torchrun --nproc_per_node=2 -m ddp_trainer evaluate outputs/pets checkpoint=last split=train
+    python -m ddp_trainer evaluate outputs/pets data.root=other_pets
+
+Prints loss, top-1 and top-5, and writes them to evaluation/<checkpoint>-<split>/ in the run directory, with precision
+and recall of each class, the confusion matrix, the calibration and the worst mistakes. Keys of the config that do not
+change what was trained can be set too, for example device, eval_batch_size, data.root and data.num_workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_trainer.commands.command_line import errors_as_exit_codes
+from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.config.data import SplitName
+from ddp_trainer.config.errors import require
+from ddp_trainer.distributed.environment import read_environment
+from ddp_trainer.distributed.memory import disable_gc
+
+if TYPE_CHECKING:
+    from ddp_trainer.inference.scoring import Scored
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateOptions(CheckpointOptions):
+    """The options of the command."""
+
+    split: SplitName | None = None
+    """test, validation or train; null: the one on which the training evaluated."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Evaluate a run, and exit with 0, 2 for the user's input, or 1."""
+    if wants_help(words):
+        print_help(f"{program()} evaluate RUN_DIR [key=value …]", __doc__ or "", EvaluateOptions)
+        return
+    with errors_as_exit_codes():
+        options, rest = parse_options(EvaluateOptions, words)
+        paths, overrides = split_paths(rest)
+        require(len(paths) == 1, "evaluate takes one run directory: evaluate RUN_DIR")
+        with disable_gc():
+            from ddp_trainer.inference.scoring import score_run  # imports torch
+        scored = score_run(
+            Path(paths[0]), checkpoint=options.checkpoint, split=options.split,
+            overrides=overrides, environment=read_environment(),
+        )  # fmt: skip
+        if scored is not None:
+            print_scores(scored)
+
+
+def print_scores(scored: "Scored") -> None:
+    """Print the scores, the classes that are recognized worst, and the folder of the files."""
+    scores, trained = scored.scores, scored.trained
+    print(
+        f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step}) on {scores.count:,} {scored.split.name} "
+        f"images: loss {scores.loss:.4f} · top-1 {scores.top1:.4f} · top-5 {scores.top5:.4f} · calibration error "
+        f"{scores.calibration_error():.4f} · {scored.images_per_second:,.0f} img/s"
+    )
+    recalls = [(values["recall"], name) for name, values in scores.per_class().items() if values["recall"] is not None]
+    worst = ", ".join(f"{name} {recall:.4f}" for recall, name in sorted(recalls)[:3])
+    print(f"lowest recall: {worst}")
+    print(f"wrote {scored.folder}")

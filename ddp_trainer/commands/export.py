@@ -1,0 +1,81 @@
+"""Write the model of a run to files that other programs read:
+
+    python -m ddp_trainer export outputs/pets
+    python -m ddp_trainer export outputs/pets format=onnx checkpoint=last preprocessing=outside
+
+Writes export/model.safetensors, export/model.pt2 (torch.export) and export/model.onnx in the run directory, and
+model_card.md, which says how to use them. A file is kept if its probabilities are those of the checkpoint, within 1e-5,
+on 1,000 images of the split on which the training evaluated. Keys of the config that do not change what was trained can
+be set too, for example data.root.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from ddp_trainer.commands.command_line import errors_as_exit_codes
+from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.config.errors import NOT_NEGATIVE, path_error, require
+from ddp_trainer.distributed.environment import installed_versions, read_environment
+from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.memory import disable_gc
+
+
+class Place(Enum):
+    """The place of the preprocessing: in the exported files, or left to their user."""
+
+    inside = "inside"
+    outside = "outside"
+
+
+@dataclass(kw_only=True, slots=True)
+class ExportOptions(CheckpointOptions):
+    """The options of the command."""
+
+    format: str = "safetensors,pt2,onnx"
+    """The formats, with commas."""
+    preprocessing: Place = Place.inside
+    """inside: the files take uint8 images [N, C, H, W]; outside: normalized float32. Neither is for safetensors."""
+    check_images: int = field(default=1000, metadata=NOT_NEGATIVE)
+    """Number of images on which each file is compared with the checkpoint; 0: none, for a machine without the data."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Export a model, and exit with 0, 2 for the user's input, or 1."""
+    if wants_help(words):
+        print_help(f"{program()} export RUN_DIR [key=value …]", __doc__ or "", ExportOptions)
+        return
+    with errors_as_exit_codes():
+        options, rest = parse_options(ExportOptions, words)
+        paths, overrides = split_paths(rest)
+        require(len(paths) == 1, "export takes one run directory: export RUN_DIR")
+        require(read_environment().world_size == 1, "export runs in one process: start it without torchrun")
+        export(Path(paths[0]), options, overrides)
+
+
+def export(run_dir: Path, options: ExportOptions, overrides: Sequence[str]) -> None:
+    """Write the files and the model card."""
+    with disable_gc():  # imports torch
+        from ddp_trainer.inference.export import check_formats, export_files
+        from ddp_trainer.inference.model_card import model_card
+        from ddp_trainer.inference.splits import example_images
+        from ddp_trainer.inference.trained_model import load_model
+    formats = [name.strip() for name in options.format.split(",")]
+    check_formats(formats)
+    trained = load_model(run_dir, options.checkpoint, overrides)
+    images = example_images(trained, options.check_images)
+    folder, inside = run_dir / "export", options.preprocessing is Place.inside
+    differences = export_files(trained, formats, folder, preprocessing_inside=inside, images=images)
+    for name, difference in differences.items():
+        size = (folder / f"model.{name}").stat().st_size / 1e6
+        agrees = f"differs by at most {difference:.1e} on {len(images):,} images" if len(images) else "not compared"
+        print(f"wrote {folder / f'model.{name}'} ({size:,.1f} MB, {agrees})")
+    card = model_card(
+        trained, differences, num_images=len(images), inside=inside, versions=installed_versions()
+    )  # fmt: skip
+    try:
+        replace_text(folder / "model_card.md", card)
+    except OSError as error:
+        raise path_error(error, f"{folder}/model_card.md cannot be written: {error.strerror or error}") from error
+    print(f"wrote {folder / 'model_card.md'}")

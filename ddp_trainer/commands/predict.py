@@ -1,0 +1,97 @@
+"""Classify image files with the model of a run:
+
+    python -m ddp_trainer predict outputs/pets cat.jpg dog.png
+    python -m ddp_trainer predict outputs/pets holiday/ > predictions.jsonl
+    find holiday -name '*.jpg' | python -m ddp_trainer predict outputs/pets -
+
+Prints a line of JSON for each file, in their order: path, label, probability, and top, which is a list of
+[label, probability]. Files that cannot be read are named on stderr and left out. Keys of the config that do not change
+what was trained can be set too, for example device.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddp_trainer.commands.command_line import errors_as_exit_codes
+from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, require
+from ddp_trainer.distributed.environment import read_environment, usable_cores
+from ddp_trainer.distributed.memory import disable_gc, keep_freed_memory
+
+
+@dataclass(kw_only=True, slots=True)
+class PredictOptions(CheckpointOptions):
+    """The options of the command."""
+
+    top: int = field(default=5, metadata=POSITIVE)
+    """How many classes are listed."""
+    batch_size: int = field(default=64, metadata=POSITIVE)
+    """Images that pass through the model at once."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Classify files, and exit with 0, 2 for the user's input, or 1."""
+    if wants_help(words):
+        print_help(f"{program()} predict RUN_DIR FILES|FOLDER|- [key=value …]", __doc__ or "", PredictOptions)
+        return
+    with errors_as_exit_codes():
+        options, rest = parse_options(PredictOptions, words)
+        paths, overrides = split_paths(rest)
+        require(len(paths) > 1, "predict takes a run directory and images: predict RUN_DIR FILES, a folder, or -")
+        require(read_environment().world_size == 1, "predict runs in one process: start it without torchrun")
+        try:
+            predict(Path(paths[0]), paths[1:], options, overrides)
+        except BrokenPipeError:  # the reader has seen enough, as in: predict … | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(FAILURE)
+
+
+def predict(run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]) -> None:
+    """Print a line for each file."""
+    with disable_gc():  # imports torch
+        import torch
+
+        from ddp_trainer.data.loaders import num_readers
+        from ddp_trainer.inference.classifier import open_classifier
+        from ddp_trainer.inference.prediction import BadFile, find_pictures, predict_files
+        from ddp_trainer.inference.trained_model import load_model
+    trained = load_model(run_dir, options.checkpoint, overrides)
+    paths = find_pictures(words, sys.stdin.buffer)
+    threads = trained.config.num_threads
+    torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
+    keep_freed_memory()
+    readers = num_readers(trained.config.data.num_workers, local_world_size=1)
+    num_bad, began = 0, time.perf_counter()
+    for path, result in predict_files(
+        open_classifier(trained), paths, batch_size=options.batch_size, num_workers=readers, top=options.top
+    ):
+        if isinstance(result, BadFile):
+            print(f"{printable(path)} cannot be read: {result.reason}", file=sys.stderr)
+            num_bad += 1
+            continue
+        line = {"path": path, "label": result.label, "probability": result.probability, "top": result.top}
+        write_line(json.dumps(line))
+    seconds = time.perf_counter() - began
+    bad = f", {num_bad:,} could not be read" if num_bad else ""
+    print(f"{len(paths) - num_bad:,} images{bad}, {len(paths) / seconds:,.0f} img/s", file=sys.stderr)
+
+
+def write_line(text: str) -> None:
+    """Write a line to stdout; TransientError if it cannot be written, for example to a full disk."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TransientError(f"the output cannot be written: {error.strerror}") from error
+
+
+def printable(path: str) -> str:
+    """Return `path` on one line, without characters that cannot be printed."""
+    return path if path.isprintable() else repr(path)[1:-1]

@@ -1,0 +1,1 @@
+"""Trained models after their training: loaded from a run directory, asked about images, and exported."""

@@ -1,0 +1,177 @@
+"""Exports of a trained model: safetensors, ``torch.export`` and ONNX, each compared with the checkpoint."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import ConfigError, path_error, require
+from ddp_trainer.inference.preprocessing import Preprocessing
+from ddp_trainer.inference.trained_model import TrainedModel
+
+TOLERANCE = 1e-5
+"""The largest difference of a probability from the checkpoint's that an exported file may have."""
+PACKAGES = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+"""The formats, and the packages that each needs."""
+CHECK_BATCH = 64
+
+Probabilities = Callable[[Tensor], Tensor]
+
+
+class ExportedModel(nn.Module):
+    """A model from images to the probabilities of the classes, float32 [N, classes].
+
+    Its input is uint8 [N, C, H, W], or without preprocessing float32 [N, C, H, W], normalized.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, normalizes: bool) -> None:
+        super().__init__()
+        self.model, self.normalizes, self.image_shape = model, normalizes, preprocessing.image_shape
+        deviation = torch.tensor(preprocessing.std)[:, None, None]
+        self.register_buffer("scale", 1 / (255 * deviation))
+        self.register_buffer("shift", -torch.tensor(preprocessing.mean)[:, None, None] / deviation)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the probabilities."""
+        if self.normalizes:
+            images = images.to(torch.float32) * self.scale + self.shift
+        return self.model(images).softmax(1)
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """Return the input of `forward` for prepared pixels, uint8 [N, C, H, W]."""
+        return pixels if self.normalizes else pixels.to(torch.float32) * self.scale + self.shift
+
+
+def check_formats(formats: list[str]) -> None:
+    """Check that all `formats` exist and that their packages are installed; ConfigError if not."""
+    for name in formats:
+        require(name in PACKAGES, f"format={name} is not a valid choice; choose from {', '.join(PACKAGES)}")
+        missing = [package for package in PACKAGES[name] if find_spec(package) is None]
+        fix = "pip install 'ddp_trainer[export]', or leave the format out"
+        require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
+
+
+@torch.no_grad()
+def export_files(
+    trained: TrainedModel, formats: list[str], folder: Path, *, preprocessing_inside: bool, images: Tensor
+) -> dict[str, float]:
+    """Write ``model.<format>`` to `folder` for each of `formats`, and return each one's largest difference.
+
+    images: uint8 [N, C, H, W], on which a file must agree with the checkpoint before it is kept.
+
+    Raises:
+        ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or cannot be written.
+    """
+    check_formats(formats)
+    model = ExportedModel(trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside).eval()
+    expected = in_batches(model, model.prepare(images))
+    differences = {}
+    program: Any = None
+    for name in formats:
+        path = folder / f"model.{name}"
+        with new_file(path) as temporary:
+            try:
+                if name != "safetensors":
+                    program = program or export_program(model)
+                probabilities = WRITERS[name](trained, model, program, temporary)
+                found = in_batches(probabilities, model.prepare(images))
+            except (ConfigError, OSError):
+                raise
+            except Exception as error:  # the exporters raise anything for a model that they do not support
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise ConfigError(
+                    f"format={name} is not possible for model={trained.config.model.name}: {reason}"
+                ) from error
+            differences[name] = float((found - expected).abs().max()) if len(images) else 0.0
+            require(
+                differences[name] <= TOLERANCE,
+                f"{path} was not written: on {len(images)} images it differs from the checkpoint by "
+                f"{differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed",
+            )
+    return differences
+
+
+def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
+    """Return the probabilities of all `images`."""
+    return torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)]) if len(images) else images
+
+
+def export_program(model: ExportedModel) -> Any:
+    """Return the program of `model` for batches of any size, by ``torch.export``."""
+    dtype = torch.uint8 if model.normalizes else torch.float32
+    example = torch.zeros(2, *model.image_shape, dtype=dtype)
+    return torch.export.export(model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}})
+
+
+def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
+    """Write the weights with the metadata as JSON; return the model with the weights of the file."""
+    from safetensors.torch import load_file, save
+
+    state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
+    path.write_bytes(save(state, metadata={"format": "pt", **metadata(trained)}))
+    model.model.load_state_dict(load_file(path))
+    return model
+
+
+def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
+    """Write the program; return that of the file."""
+    with open(path, "wb") as file:
+        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata(trained))})
+    with open(path, "rb") as file:
+        return torch.export.load(file).module()
+
+
+def write_onnx(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
+    """Write the program as ONNX; return a session of onnxruntime on the file."""
+    import onnxruntime
+
+    exported: Any = torch.onnx.export(
+        program, dynamo=True, verbose=False, input_names=["images"], output_names=["probabilities"],
+        dynamic_shapes={"images": {0: "batch"}},
+    )  # fmt: skip
+    exported.model.metadata_props.update(metadata(trained))
+    exported.save(path, external_data=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabilities]] = {
+    "safetensors": write_safetensors, "pt2": write_pt2, "onnx": write_onnx,
+}  # fmt: skip
+
+
+def metadata(trained: TrainedModel) -> dict[str, str]:
+    """Return what an exported file says of itself: names, and values as JSON."""
+    return {
+        "class_names": json.dumps(trained.class_names),
+        "preprocessing": json.dumps(asdict(trained.preprocessing)),
+        "model": json.dumps(to_builtins(trained.config.model)),
+        "step": str(trained.step),
+    }
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file, which is renamed to `path` unless an exception is raised."""
+    temporary = path.with_name(f".{path.stem}.writing{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise path_error(error, f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""Predictions for image files, read ahead by threads as in training; bad files are named and left out."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ddp_trainer.config.errors import path_error, require
+from ddp_trainer.data.file_index import EXTENSIONS, walk
+from ddp_trainer.data.readers import NO_LABEL, SampleReader
+from ddp_trainer.inference.classifier import Classifier, Prediction, read_file
+from ddp_trainer.inference.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True, slots=True)
+class BadFile:
+    """A file that could not be read or decoded."""
+
+    reason: str
+
+
+class PictureFiles(Dataset[tuple[Tensor, int]]):
+    """Image files without labels. An item is a prepared image, uint8 [C, H, W], and 0."""
+
+    def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
+        self.paths, self.preprocessing = paths, preprocessing
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.preprocessing.prepare(read_file(Path(self.paths[index]))), 0
+
+    def path(self, index: int) -> str:
+        """Return the path of a file."""
+        return self.paths[index]
+
+
+def predict_files(
+    classifier: Classifier, paths: list[str], *, batch_size: int, num_workers: int, top: int
+) -> Iterator[tuple[str, Prediction | BadFile]]:
+    """Yield each path, in order, with its prediction, or with the reason why there is none."""
+    channels, height, width = classifier.preprocessing.image_shape
+    bad: list[tuple[str, str]] = []
+    blank: Any = torch.zeros(channels, 1, 1, dtype=torch.uint8)
+    reader = SampleReader(
+        PictureFiles(paths, classifier.preprocessing),
+        image_shape=(channels, height, width),
+        num_classes=1,
+        num_workers=num_workers,
+        pin_memory=classifier.device.type == "cuda",
+        blank=blank,
+        bad=bad,
+    )
+    parts = torch.arange(len(paths)).split(batch_size) if paths else ()
+    for ids, (pixels, labels) in zip(parts, reader.read(parts), strict=True):
+        predictions = classifier.predictions(classifier.of_pixels(pixels), top=top)
+        for index, label, prediction in zip(ids.tolist(), labels.tolist(), predictions, strict=True):
+            path: str = paths[index]
+            yield path, prediction if label != NO_LABEL else BadFile(dict(bad)[path])
+
+
+def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
+    """Return the paths that `words` name: files as they are, of a folder all image files in it, of - those on stdin.
+
+    Raises:
+        ConfigError: there is no such file, or a folder has no image.
+    """
+    paths: list[str] = []
+    for word in words:
+        if word == "-":
+            text = b"".join(standard_input)
+            separator = b"\0" if b"\0" in text else b"\n"  # of find -print0
+            paths += [os.fsdecode(line) for line in text.split(separator) if line]
+        elif os.path.isdir(word):
+            found = folder_pictures(word)
+            require(bool(found), f"{word} has no image: files that end in {b', '.join(EXTENSIONS).decode()}")
+            paths += found
+        else:
+            require(os.path.exists(word), f"{word} is not there: give image files, a folder, or - for paths on stdin")
+            paths.append(word)
+    return paths
+
+
+def folder_pictures(folder: str) -> list[str]:
+    """Return the image files in a folder and those below it, sorted; ConfigError if one cannot be read."""
+    try:
+        names = sorted(name for name, _, _ in walk(os.fsencode(folder), b"", {}, set()))
+    except OSError as error:
+        raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+    return [os.path.join(folder, os.fsdecode(name)) for name in names]

@@ -1,0 +1,171 @@
+"""``logger=mlflow``: a run of MLflow, on a tracking server or in the database mlflow.db beside the run directory."""
+
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.loggers import MlflowConfig
+from ddp_trainer.distributed.files import lock_file, replace_text
+from ddp_trainer.loggers.base import Logger, Value, import_client
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 500, 100
+"""Characters of a name and of a parameter or tag, and parameters in a request, that servers of all versions accept."""
+LOCK_SECONDS = 60.0
+"""How long a run waits while another one creates the database."""
+
+
+class MlflowLogger(Logger):
+    """Records in one run of MLflow over all launches. Numbers are metrics, texts are tags, pictures are artifacts.
+
+    After a resume from an earlier step, the steps that were recorded already have two values. MLflow does not allow a
+    parameter to change, so the new value of a key that a later launch changes is a tag.
+    """
+
+    in_background = True
+
+    def __init__(self, config: MlflowConfig, run_dir: Path) -> None:
+        self.mlflow = import_client("mlflow", config)
+        self.config, self.run_dir = config, run_dir
+        self.client: MlflowClient | None = None
+        self.run_id = ""
+        self.is_finished = False
+
+    def start(self, step: int) -> None:
+        self.connect()
+
+    def scalars(self, values: Mapping[str, Value], step: int) -> None:
+        from mlflow.entities import Metric, RunTag
+
+        client, now = self.connect(), int(time.time() * 1000)
+        metrics = [Metric(name_for(tag), v, now, step) for tag, v in values.items() if not isinstance(v, str)]
+        texts = [RunTag(name_for(tag), v[:MAX_VALUE]) for tag, v in values.items() if isinstance(v, str)]
+        client.log_batch(self.run_id, metrics=metrics, tags=texts)
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        self.log_file(tag, png, f"step-{step:08d}.png")
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self.log_file(tag, text.encode(), f"step-{step:08d}.md")
+
+    def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
+        client = self.connect()
+        for tag, value in results.items():
+            client.log_metric(self.run_id, name_for(tag), value)
+        self.is_finished = True
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.set_terminated(self.run_id, "FINISHED" if self.is_finished else "KILLED")
+
+    def log_file(self, tag: str, content: bytes, name: str) -> None:
+        """Record an artifact in the folder of `tag`."""
+        client = self.connect()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, name)
+            path.write_bytes(content)
+            client.log_artifact(self.run_id, str(path), name_for(tag))
+
+    def connect(self) -> "MlflowClient":
+        """Return the client. The first call that succeeds begins or continues the run, and records the config."""
+        if self.client is None:
+            client, artifacts = self.build_client()
+            run = self.continue_run(client) or self.begin_run(client, artifacts)
+            self.log_config(client, run)
+            self.client, self.run_id = client, run.info.run_id
+        return self.client
+
+    def build_client(self) -> "tuple[MlflowClient, str | None]":
+        """Return a client, and the folder of its artifacts unless its server chooses that."""
+        from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
+
+        MLFLOW_DISABLE_TELEMETRY.set(True)  # read at each call, not only at the import
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # because it prints how it creates tables
+        if self.config.tracking_uri is not None or self.mlflow.is_tracking_uri_set():
+            return self.mlflow.MlflowClient(self.config.tracking_uri), None
+        folder = self.run_dir.resolve().parent
+        self.create_database(folder / "mlflow.db")
+        return self.mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db"), (folder / "mlartifacts").as_uri()
+
+    def create_database(self, path: Path) -> None:
+        """Create the database `path` unless there is one. Of several runs that do so at the same time, the others wait.
+
+        MLflow takes seconds to create the tables, and cannot use a database of which another process has created a
+        part, or that was left unfinished by a kill. A folder of files in its place is no longer supported:
+        https://mlflow.org/docs/latest/self-hosting/migrate-from-file-store
+        """
+        if path.exists():
+            return
+        with lock_file(path.with_name(".mlflow.lock"), seconds=LOCK_SECONDS, holder=f"{path} is being created"):
+            if not path.exists():
+                for leftover in path.parent.glob(".mlflow.db.writing*"):
+                    leftover.unlink()
+                unfinished = path.with_name(".mlflow.db.writing")
+                self.mlflow.MlflowClient(f"sqlite:///{unfinished}")
+                unfinished.rename(path)
+
+    def continue_run(self, client: "MlflowClient") -> "Run | None":
+        """Return the run of an earlier launch, after setting its status; None if there is none on the server."""
+        from mlflow.exceptions import MlflowException
+
+        path = self.run_dir / "mlflow_run_id"
+        if not path.exists():
+            return None
+        try:
+            run = client.get_run(path.read_text(errors="replace").strip())
+            client.update_run(run.info.run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+        return run
+
+    def begin_run(self, client: "MlflowClient", artifacts: str | None) -> "Run":
+        """Return a new run, whose id the run directory keeps for later launches."""
+        run = client.create_run(self.experiment_id(client, artifacts), run_name=self.run_dir.name)
+        replace_text(self.run_dir / "mlflow_run_id", run.info.run_id + "\n")
+        return run
+
+    def experiment_id(self, client: "MlflowClient", artifacts: str | None) -> str:
+        """Return the id of the configured experiment, which is created if there is none."""
+        from mlflow.exceptions import MlflowException
+
+        name = self.config.experiment
+        experiment = client.get_experiment_by_name(name)
+        try:
+            return client.create_experiment(name, artifacts) if experiment is None else experiment.experiment_id
+        except MlflowException as error:
+            experiment = client.get_experiment_by_name(name)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or experiment is None:
+                raise
+            return experiment.experiment_id  # another run has created it at the same time
+
+    def log_config(self, client: "MlflowClient", run: "Run") -> None:
+        """Record the keys of the config that `run` does not have as parameters, and changed ones as tags."""
+        from mlflow.entities import Param, RunTag
+
+        config = flatten_keys(yaml.safe_load((self.run_dir / "config.yaml").read_text()))
+        values = {name_for(key): str(value)[:MAX_VALUE] for key, value in config.items()}
+        recorded = run.data.params
+        params = [Param(key, value) for key, value in values.items() if key not in recorded]
+        tags = [RunTag(key, value) for key, value in values.items() if recorded.get(key, value) != value]
+        for first in range(0, len(params), MAX_PARAMS):
+            client.log_batch(run.info.run_id, params=params[first : first + MAX_PARAMS])
+        client.log_batch(run.info.run_id, tags=tags)
+
+
+def name_for(tag: str) -> str:
+    """Return `tag` as a name that MLflow accepts: letters, digits, ``_.-: ``, and slashes as in a path."""
+    parts = re.sub(r"[^\w.\- :/]", "_", tag[:MAX_NAME]).split("/")
+    name = "/".join(part for part in parts if part not in ("", ".", ".."))
+    return re.sub(r"^\.\.", "__", name) or "_"

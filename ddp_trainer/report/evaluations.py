@@ -1,0 +1,212 @@
+"""The folders evaluation/<checkpoint>-<split>/ of a run, as the page shows them."""
+
+import csv
+import heapq
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_trainer.config.errors import USER_ERRORS, TransientError
+from ddp_trainer.report.curves import rounded
+from ddp_trainer.report.files import MB, RunFiles, number, text, whole
+
+MAX_EVALUATIONS = 20
+"""Folders of a run that are read."""
+MAX_MATRIX_CLASSES = 60
+"""Classes above which a list of the most confused pairs replaces the confusion matrix."""
+MAX_PAIRS, MAX_CLASSES, MAX_MISTAKES = 200, 2_000, 1_200
+"""Pairs of classes, classes and mistakes of an evaluation that the page has."""
+MAX_THUMBNAILS, MAX_THUMBNAIL_BYTES, MAX_THUMBNAIL_SIDE = 400, MB // 4, 512
+"""Thumbnails of a report, and the largest of one."""
+
+Reference = int | str
+"""A class: its place in the list of names that the page has, or its name."""
+
+
+@dataclass(slots=True)
+class Matrix:
+    """A confusion matrix: all counts of few classes, and the most frequent wrong cells."""
+
+    names: list[str] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    """A row for each true class; empty for more than `MAX_MATRIX_CLASSES`."""
+    confused: list[tuple[int, int, int]] = field(default_factory=list)
+    """Count, true class and predicted class, the most frequent first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """An entry of mistakes.json."""
+
+    path: str
+    label: Reference
+    prediction: Reference
+    probability: float | None
+    loss: float | None
+    picture: str | None
+    """The path of a file in the folder, as it was read."""
+
+
+class Evaluation:
+    """One evaluation folder: its scores, its confusion matrix and its mistakes, the worst first."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files, self.pictures = files, RunFiles(files.folder)
+        self.metrics: dict[str, Any] = files.read_json("metrics.json", dict)
+        self.matrix = read_matrix(files)
+        per_class = self.metrics.get("per_class")
+        self.per_class: dict[str, Any] = per_class if isinstance(per_class, dict) else {}
+        self.class_names = self.matrix.names or list(self.per_class)
+        self.places = {name: place for place, name in reversed(list(enumerate(self.class_names[:MAX_CLASSES])))}
+        mistakes = [self.mistake(entry) for entry in files.read_json("mistakes.json", list) if isinstance(entry, dict)]
+        self.mistakes = sorted(mistakes, key=lambda mistake: -(mistake.loss or 0))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the folder has nothing to show."""
+        return not (self.metrics or self.matrix.names or self.mistakes)
+
+    def reference(self, value: object) -> Reference:
+        """Return the class that a file has by name or by number."""
+        place = whole(value)
+        name = self.class_names[place] if place is not None and place < len(self.class_names) else value
+        return self.places.get(name, text(name)) if isinstance(name, str) else text(name)
+
+    def mistake(self, entry: dict[Any, Any]) -> Mistake:
+        """Return an entry of mistakes.json with values of the expected types."""
+        name, picture = entry.get("path"), entry.get("picture")
+        return Mistake(
+            path=text(name if name is not None else entry.get("id")),
+            label=self.reference(entry.get("label")),
+            prediction=self.reference(entry.get("prediction")),
+            probability=number(entry.get("probability")),
+            loss=number(entry.get("loss")),
+            picture=picture if isinstance(picture, str) else None,
+        )
+
+    def encode(self, *, max_thumbnails: int) -> dict[str, Any]:
+        """Return what the page has of this evaluation, with the pictures of at most `max_thumbnails` mistakes."""
+        shown = [self.mistakes[place] for place in choose(self.mistakes, MAX_MISTAKES)]
+        pictured = set(choose(shown, max_thumbnails))
+        mistakes = [self.encode_mistake(mistake, place in pictured) for place, mistake in enumerate(shown)]
+        if self.pictures.problems:
+            self.files.problems.append(f"pictures of mistakes cannot be used: {len(self.pictures.problems)}.")
+        names = ("step", "epoch", "loss", "top1", "top5", "count", "calibration_error")
+        return {
+            **{name: text(self.metrics.get(name)) for name in ("checkpoint", "split")},
+            "data": data_source(self.metrics.get("data")),
+            **{name: optional(self.metrics.get(name)) for name in names},
+            "classes": [text(name) for name in self.class_names[:MAX_CLASSES]],
+            "numClasses": len(self.class_names),
+            "matrix": self.matrix.rows,
+            "pairs": [
+                [self.reference(row), self.reference(column), count] for count, row, column in self.matrix.confused
+            ],
+            "perClass": self.encode_classes(),
+            "calibration": encode_calibration(self.metrics.get("calibration")),
+            "numMistakes": len(self.mistakes),
+            "mistakes": mistakes,
+        }
+
+    def encode_classes(self) -> list[list[Any]]:
+        """Return a row for each class: reference, precision, recall, F1, support; of very many those of lowest F1."""
+        rows = []
+        for name, scores in self.per_class.items():
+            values = scores if isinstance(scores, dict) else {}
+            row = [optional(values.get(key)) for key in ("precision", "recall", "f1", "support")]
+            rows.append([self.reference(name), *row])
+        return rows if len(rows) <= MAX_CLASSES else sorted(rows, key=lambda row: row[3] or 0)[:MAX_CLASSES]
+
+    def encode_mistake(self, mistake: Mistake, with_picture: bool) -> list[Any]:
+        """Return a mistake as a list: path, both classes, probability, loss, and its picture as a list, or null."""
+        name, picture = mistake.picture, None
+        if with_picture and name and self.pictures.holds(name):
+            picture = self.pictures.read_picture(name, limit=MAX_THUMBNAIL_BYTES, max_side=MAX_THUMBNAIL_SIDE)
+        values = (optional(mistake.probability), optional(mistake.loss))
+        return [mistake.path, mistake.label, mistake.prediction, *values, picture and [*picture]]
+
+
+def read_matrix(files: RunFiles) -> Matrix:
+    """Return the matrix in confusion_matrix.csv; an empty one if it is missing or damaged."""
+    lines = (line.replace("\0", "\ufffd") for line in files.read_lines("confusion_matrix.csv", limit=256 * MB))
+    matrix, confused, num_rows = Matrix(), [], 0
+    try:
+        reader = csv.reader(lines)
+        header = next(reader, None)
+        if header is None:
+            return matrix
+        names = header[1:]
+        for place, row in enumerate(filter(None, reader)):
+            counts, num_rows = [int(cell) for cell in row[1:]], num_rows + 1
+            if len(counts) != len(names) or min(counts) < 0 or max(counts) >= 2**53:
+                raise ValueError("a row of another length, or a count that is not possible")
+            if len(names) <= MAX_MATRIX_CLASSES:
+                matrix.rows.append(counts)
+            confused += [(count, place, column) for column, count in enumerate(counts) if count and column != place]
+            confused = heapq.nsmallest(MAX_PAIRS, confused, key=lambda cell: (-cell[0], *cell[1:]))
+        if names and num_rows == len(names):
+            matrix.names, matrix.confused = names, confused
+            return matrix
+    except (csv.Error, ValueError):
+        pass
+    files.problems.append("confusion_matrix.csv is damaged.")
+    return Matrix()
+
+
+def choose(mistakes: Sequence[Mistake], count: int) -> list[int]:
+    """Return the places of `count` of the sorted `mistakes`: one half the worst of all, then the worst of each cell."""
+    taken: Counter[tuple[Reference, Reference]] = Counter()
+    ranks = []
+    for mistake in mistakes:
+        cell = (mistake.label, mistake.prediction)
+        taken[cell] += 1
+        ranks.append(taken[cell])
+    worst, others = range(len(mistakes))[: count // 2], range(len(mistakes))[count // 2 :]
+    by_cell = sorted(others, key=lambda place: (ranks[place], place))
+    return sorted([*worst, *by_cell[: count - len(worst)]])
+
+
+def data_source(data: object) -> str:
+    """Return the name of a data set, and its folder if it has one."""
+    values = (data.get("name"), data.get("root")) if isinstance(data, dict) else (data,)
+    return text(", ".join(text(value) for value in values if value is not None))
+
+
+def encode_calibration(bins: object) -> list[list[Any]]:
+    """Return confidence, accuracy and count of each bin."""
+    parts = [part for part in bins if isinstance(part, dict)] if isinstance(bins, list) else []
+    return [[optional(part.get(key)) for key in ("confidence", "accuracy", "count")] for part in parts[:100]]
+
+
+def optional(value: object) -> float | int | None:
+    """Return a finite number rounded for the page; None for anything else."""
+    finite = number(value)
+    return None if finite is None else rounded(finite)
+
+
+def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
+    """Return the evaluations of a run by the names of their folders, also those that have nothing to show."""
+    folder = files.folder / "evaluation"
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        if error.errno not in USER_ERRORS:
+            raise TransientError(f"{folder} cannot be read: {error.strerror or error}") from error
+        return {}
+    if len(names) > MAX_EVALUATIONS:
+        files.problems.append(f"evaluation/ has more than {MAX_EVALUATIONS} folders; the others were left out.")
+    return {name: Evaluation(RunFiles(folder / name)) for name in names[:MAX_EVALUATIONS]}
+
+
+def thumbnail_shares(evaluations: Sequence[Evaluation], *, limit: int = MAX_THUMBNAILS) -> Iterator[int]:
+    """Yield the number of thumbnails of each evaluation: equal shares of `limit`, and those that one does not need."""
+    counts = [sum(mistake.picture is not None for mistake in evaluation.mistakes) for evaluation in evaluations]
+    shares, left = dict.fromkeys(range(len(counts)), 0), limit
+    order = sorted(shares, key=counts.__getitem__)
+    for position, place in enumerate(order):
+        shares[place] = min(counts[place], left // (len(order) - position))
+        left -= shares[place]
+    yield from shares.values()

@@ -1,0 +1,160 @@
+"""The files of a run directory, read although each may be missing, damaged, huge or written by a stranger."""
+
+import base64
+import json
+import math
+import os
+import reprlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ddp_trainer.config.errors import USER_ERRORS, TransientError
+
+MB = 2**20
+MAX_LINE = MB
+"""Bytes of a line of metrics.jsonl; a longer one is damaged."""
+MAX_TEXT = 500
+"""Characters of a name or a path that the report shows."""
+SHORT = reprlib.Repr()
+SHORT.maxlevel = 2  # lists in lists in lists, which YAML's aliases make out of a few lines
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+class Picture(NamedTuple):
+    """A PNG file: its size in pixels, and its content as a data URI."""
+
+    width: int
+    height: int
+    uri: str
+
+
+class RunFiles:
+    """Reads the files in one folder by name. `problems` collects a sentence about each that cannot be used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+
+    def read_bytes(self, name: str, *, limit: int) -> bytes | None:
+        """Return the content of a file; None if it is missing, not a regular file, unreadable or above `limit` bytes.
+
+        Raises:
+            TransientError: the file system does not answer.
+        """
+        path = self.folder / name
+        if not os.path.isfile(path):
+            return None
+        try:
+            with open(path, "rb") as file:
+                data = file.read(limit + 1)
+        except OSError as error:
+            return self.unreadable(name, error)
+        if len(data) > limit:
+            self.problems.append(f"{name} is larger than {limit // MB} MiB and was left out.")
+            return None
+        return data
+
+    def read_text(self, name: str, *, limit: int = 16 * MB) -> str:
+        """Return the content of a text file, empty if it cannot be read; what is not UTF-8 becomes U+FFFD."""
+        return (self.read_bytes(name, limit=limit) or b"").decode(errors="replace")
+
+    def read_lines(self, name: str, *, limit: int) -> Iterator[str]:
+        """Yield the lines of a text file, of at most `limit` bytes in all."""
+        path, size = self.folder / name, 0
+        if not os.path.isfile(path):
+            return
+        try:
+            with open(path, "rb") as file:
+                while line := file.readline(MAX_LINE):
+                    size += len(line)
+                    if size > limit:
+                        self.problems.append(f"{name} is larger than {limit // MB} MiB: the rest was left out.")
+                        return
+                    yield line.decode(errors="replace")
+        except OSError as error:
+            self.unreadable(name, error)
+
+    def read_json(self, name: str, kind: type, *, limit: int = 32 * MB) -> Any:
+        """Return the object of type `kind` in a JSON file; an empty one if it is missing or damaged."""
+        data = self.read_bytes(name, limit=limit)
+        if data is None:
+            return kind()
+        try:
+            value = json.loads(data.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, kind):
+            self.problems.append(f"{name} is damaged.")
+            return kind()
+        return value
+
+    def read_yaml(self, name: str, *, limit: int = MB) -> dict[Any, Any]:
+        """Return the dict in a YAML file; an empty one if it is missing or damaged."""
+        data = self.read_bytes(name, limit=limit)
+        if data is None:
+            return {}
+        try:
+            value = yaml.safe_load(data.decode(errors="replace"))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            self.problems.append(f"{name} is damaged.")
+            return {}
+        return value
+
+    def read_picture(self, name: str, *, limit: int, max_side: int) -> Picture | None:
+        """Return a PNG file; None if it is missing, larger than `limit` bytes, not a PNG, or wider than `max_side`."""
+        data = self.read_bytes(name, limit=limit)
+        if data is None:
+            return None
+        size = png_size(data)
+        if size is None or max(size) > max_side:
+            self.problems.append(f"{text(name)} is not a PNG of at most {max_side} pixels a side and was left out.")
+            return None
+        return Picture(*size, f"data:image/png;base64,{base64.b64encode(data).decode()}")
+
+    def holds(self, name: str) -> bool:
+        """Return whether `name` is a relative path to a file in this folder, also after following links."""
+        try:
+            folder, path = self.folder.resolve(), (self.folder / name).resolve()
+            return not os.path.isabs(name) and ".." not in Path(name).parts and path.is_relative_to(folder)
+        except (OSError, RuntimeError, ValueError):  # a loop of links, or a NUL in the name
+            return False
+
+    def unreadable(self, name: str, error: OSError) -> None:
+        """Add the problem that a file cannot be read; TransientError if the cause may go away."""
+        if error.errno not in USER_ERRORS:
+            raise TransientError(f"{self.folder / name} cannot be read: {error.strerror or error}") from error
+        self.problems.append(f"{name} cannot be read: {error.strerror}.")
+
+
+def png_size(data: bytes) -> tuple[int, int] | None:
+    """Return width and height of a PNG; None if `data` is something else."""
+    if not data.startswith(PNG_SIGNATURE) or data[12:16] != b"IHDR" or len(data) < 24:
+        return None
+    width, height = struct.unpack(">II", data[16:24])
+    return (width, height) if width and height else None
+
+
+def number(value: object) -> float | None:
+    """Return a finite number as it is; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def whole(value: object) -> int | None:
+    """Return a whole number that JavaScript holds exactly and that is not negative; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value < 2**53 else None
+
+
+def text(value: object, *, length: int = MAX_TEXT) -> str:
+    """Return a value from a file as text of at most `length` characters."""
+    shown = value if isinstance(value, str) else "" if value is None else SHORT.repr(value)
+    return shown if len(shown) <= length else f"{shown[: length - 1]}…"

@@ -1,0 +1,203 @@
+"""metrics.jsonl and train.log as tables of numbers, launches and losses that were not finite."""
+
+import json
+import math
+import re
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_trainer.report.files import MB, RunFiles, number, text, whole
+
+MAX_METRICS, MAX_LOG = 512 * MB, 64 * MB
+MAX_TAGS = 200
+"""Tags of a run that the report shows; a file of garbage may have millions."""
+MAX_LAUNCHES = 300
+UNKNOWN_TIME, YEAR_3000 = math.nan, 3.25e10
+LAUNCH = re.compile(r"INFO (\d{1,6}) × \w+ \(\w+\), ")
+RESUMED = re.compile(r"INFO resumed from .*, step (\d{1,15})\)")
+STEPS_PER_EPOCH = re.compile(r", (\d{1,15}) steps an epoch")
+NOT_FINITE = re.compile(r"the loss or gradient of step (\d{1,15}) is not finite[^:]*")
+
+
+@dataclass(slots=True)
+class Table:
+    """The records that share their tags: a row for each, in the order of steps."""
+
+    steps: list[int]
+    times: list[float]
+    """Unix seconds; nan where unknown."""
+    columns: dict[str, list[float]]
+    """Values by tag; nan where a value is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The first start of a run, or a resume."""
+
+    step: int
+    """The step after which it trains."""
+    world_size: int | None
+    time: float = UNKNOWN_TIME
+    """Unix seconds."""
+    gap_start: float = UNKNOWN_TIME
+    """The time of the last record before it."""
+
+
+@dataclass(slots=True)
+class NonFinite:
+    """The first training loss, or other training value, that was not finite."""
+
+    step: int
+    reason: str
+    time: float = UNKNOWN_TIME
+
+
+@dataclass(slots=True)
+class Metrics:
+    """The content of metrics.jsonl and train.log."""
+
+    tables: list[Table] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    nonfinite: NonFinite | None = None
+    steps_per_epoch: int | None = None
+    slowest: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """The number of log windows in which a rank was the slowest, by rank and phase."""
+
+
+class Records:
+    """The records of metrics.jsonl in columns: 16 bytes a value, so that a large file fits into memory."""
+
+    def __init__(self) -> None:
+        self.steps, self.times = array("q"), array("d")
+        self.columns: dict[str, tuple[array, array]] = {}
+        """By tag: the rows that have it, and their values."""
+        self.launches: list[Launch] = []
+        self.nonfinite: NonFinite | None = None
+        self.slowest: Counter[tuple[int, str]] = Counter()
+        self.steps_per_epoch = 0
+        self.num_damaged = 0
+        self.has_more_tags = False
+        self.last_time = UNKNOWN_TIME
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a record with a step: a launch, or a row of values."""
+        step, time = record["step"], number(record.get("time"))
+        time = UNKNOWN_TIME if time is None or not 0 < time < YEAR_3000 else float(time)
+        epoch = whole(record.get("epoch"))
+        if "launch/world_size" in record:
+            self.launches.append(Launch(step, whole(record["launch/world_size"]), time, self.last_time))
+            return
+        self.last_time = self.last_time if math.isnan(time) else time
+        if epoch is not None:  # the last step of epoch e is (e + 1) · steps_per_epoch, and no step of it is higher
+            self.steps_per_epoch = max(self.steps_per_epoch, -(-step // (epoch + 1)))
+        rank = whole(record.get("straggler/rank"))
+        if rank is not None:
+            self.slowest[rank, text(record.get("straggler/phase"), length=60)] += 1
+        row = len(self.steps)
+        self.steps.append(step)
+        self.times.append(time)
+        for tag, value in record.items():
+            if tag not in ("step", "time", "epoch", "straggler/rank") and not is_share(tag, record):
+                self.add_value(tag, value, row)
+
+    def add_value(self, tag: str, value: object, row: int) -> None:
+        """Add a value to the column of `tag`; text and other things that are no number are left out."""
+        finite = number(value)
+        if finite is None and not is_nonfinite(value):
+            return
+        if tag not in self.columns and len(self.columns) >= MAX_TAGS:
+            self.has_more_tags = True
+            return
+        if finite is None and tag.startswith("train/") and self.nonfinite is None:
+            self.nonfinite = NonFinite(self.steps[row], f"{tag} is {text(value)}", self.times[row])
+        rows, values = self.columns.setdefault(tag, (array("q"), array("d")))
+        rows.append(row)
+        values.append(math.nan if finite is None else finite)
+
+    def tables(self) -> list[Table]:
+        """Return a table for each set of tags that occur in the same rows."""
+        groups: dict[bytes, list[str]] = {}
+        for tag, (rows, _) in self.columns.items():
+            groups.setdefault(rows.tobytes(), []).append(tag)
+        return [self.table(tags) for tags in groups.values()]
+
+    def table(self, tags: list[str]) -> Table:
+        """Return the table of tags that occur in the same rows, sorted by step."""
+        rows = self.columns[tags[0]][0]
+        order = sorted(range(len(rows)), key=lambda place: self.steps[rows[place]])
+        return Table(
+            [self.steps[rows[place]] for place in order],
+            [self.times[rows[place]] for place in order],
+            {tag: [self.columns[tag][1][place] for place in order] for tag in tags},
+        )
+
+
+def is_share(tag: str, record: dict[str, Any]) -> bool:
+    """Return whether a value is the share of another in the time of a step, and so need not be kept."""
+    return tag.endswith("_fraction") and tag.removesuffix("_fraction") + "_ms" in record
+
+
+def is_nonfinite(value: object) -> bool:
+    """Return whether a value of a record is nan or infinite: as a number, or as the text that stands for it."""
+    if isinstance(value, str):
+        return value.lower().lstrip("+-") in ("nan", "inf", "infinity")
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def read_metrics(files: RunFiles) -> Metrics:
+    """Return the content of metrics.jsonl and train.log. Damaged lines are left out; `files` notes their number."""
+    records = Records()
+    for line in files.read_lines("metrics.jsonl", limit=MAX_METRICS):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and whole(record.get("step")) is not None:
+            records.add(record)
+        else:
+            records.num_damaged += bool(line.strip())
+    if records.num_damaged:
+        files.problems.append(f"metrics.jsonl has damaged lines, which were left out: {records.num_damaged:,}.")
+    if records.has_more_tags:
+        files.problems.append(f"metrics.jsonl has more than {MAX_TAGS} tags; the others were left out.")
+    log = read_log(files)
+    tables = records.tables()
+    return Metrics(
+        tables=tables,
+        launches=(records.launches or with_times(log.launches, tables))[-MAX_LAUNCHES:],
+        nonfinite=records.nonfinite or log.nonfinite,
+        steps_per_epoch=log.steps_per_epoch or records.steps_per_epoch or None,
+        slowest=records.slowest,
+    )
+
+
+def read_log(files: RunFiles) -> Metrics:
+    """Return what train.log says of launches, epochs and a loss that was not finite. Its times have no time zone."""
+    found = Metrics()
+    for line in files.read_lines("train.log", limit=MAX_LOG):
+        if match := LAUNCH.search(line):
+            found.launches.append(Launch(0, int(match[1])))
+            found.nonfinite = None  # of a launch that this one continues from before it
+        elif (match := RESUMED.search(line)) and found.launches:
+            found.launches[-1] = Launch(int(match[1]), found.launches[-1].world_size)
+        elif match := NOT_FINITE.search(line):
+            found.nonfinite = NonFinite(int(match[1]), match[0])
+        elif match := STEPS_PER_EPOCH.search(line):
+            found.steps_per_epoch = int(match[1]) or None
+    return found
+
+
+def with_times(launches: list[Launch], tables: list[Table]) -> list[Launch]:
+    """Return launches that are known from train.log with the times of the records before and after them."""
+    moments = sorted({moment for table in tables for moment in zip(table.steps, table.times, strict=True)})
+    moments = [(step, time) for step, time in moments if not math.isnan(time)]
+    timed = []
+    for launch in launches:
+        place = bisect_right(moments, (launch.step, math.inf))
+        if launch.step and 0 < place < len(moments):
+            launch = Launch(launch.step, launch.world_size, moments[place][1], moments[place - 1][1])
+        timed.append(launch)
+    return timed

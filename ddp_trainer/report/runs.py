@@ -1,0 +1,226 @@
+"""A run directory as the page shows it: name, status, scores, config, versions, curves and evaluations."""
+
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_trainer.config.errors import require_run_dir
+from ddp_trainer.report.evaluations import read_evaluations
+from ddp_trainer.report.files import MB, Picture, RunFiles, number, text, whole
+from ddp_trainer.report.metrics import Metrics, read_metrics
+
+MAX_KEYS, MAX_DEPTH, MAX_ITEMS = 1_000, 12, 50
+"""Keys of a config, levels of its sections, and items of a list that are shown: YAML can hold endless ones."""
+MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 8 * MB, 8192
+PICTURES = {
+    "first_batch": ("First training batch", "The first images of training, after augmentation."),
+    "class_sizes": ("Class sizes", "The number of training images of each class."),
+}
+NOT_SET = "—"
+
+
+class Fact(NamedTuple):
+    """A line of the overview of a run."""
+
+    name: str
+    value: str
+
+
+class Run:
+    """The content of one run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        require_run_dir(run_dir)
+        self.path, self.name = run_dir, text(run_dir.resolve().name)
+        self.files = RunFiles(run_dir)
+        self.config = flatten(self.files.read_yaml("config.yaml"))
+        self.versions = flatten(self.files.read_json("versions.json", dict))
+        self.summary: dict[str, Any] = self.files.read_json("summary.json", dict)
+        self.metrics: Metrics = read_metrics(self.files)
+        self.folders = read_evaluations(self.files)
+        self.evaluations = {name: folder for name, folder in self.folders.items() if not folder.is_empty}
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether a value was not finite after the last summary; with on_nonfinite=skip a run can go on after one."""
+        steps = whole(self.summary.get("steps"))
+        return self.metrics.nonfinite is not None and (steps is None or self.metrics.nonfinite.step > steps)
+
+    @property
+    def status(self) -> str:
+        """How the run ended, in one word or a few."""
+        if self.has_diverged:
+            return "diverged"
+        return text(self.summary.get("status"), length=40).replace("_", " ") or "not finished"
+
+    @property
+    def outcome(self) -> str:
+        """Whether the run ended as it was to: good, open or bad."""
+        return "bad" if self.has_diverged else "good" if self.status in ("finished", "max steps") else "open"
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about what went wrong in the run."""
+        if self.metrics.nonfinite is not None:
+            step, reason = self.metrics.nonfinite.step, self.metrics.nonfinite.reason
+            what = "The training diverged" if self.has_diverged else "A value was not finite"
+            return [f"{what} at step {step:,}: {reason}."]
+        if not self.summary:
+            return ["There is no summary.json: the run is in progress, or it ended with an error."]
+        return []
+
+    def facts(self) -> list[Fact]:
+        """Return the numbers of the overview; those that are unknown are left out."""
+        steps = whole(self.summary.get("steps"))
+        shown = {
+            "steps": f"{steps if steps is not None else self.last_step:,}",
+            "epochs": text(self.summary.get("epochs"), length=20),
+            "duration": duration(number(self.summary.get("seconds")) or self.seconds_of_records),
+            "ranks": self.world_sizes,
+            "speed": with_unit(self.summary.get("images_per_second"), "img/s"),
+            "device": text(self.summary.get("device"), length=60),
+        }
+        return [Fact(name, value) for name, value in shown.items() if value]
+
+    def scores(self) -> list[Fact]:
+        """Return the accuracy of the run as percentages; those that are unknown are left out."""
+        split = text(self.summary.get("eval/split"), length=40) or "evaluation"
+        values = {f"{split} top-1": self.summary.get("eval/top1", self.last_value("eval/top1")),
+                  "best top-1": self.summary.get("best_top1")}  # fmt: skip
+        return [Fact(name, percent) for name, value in values.items() if (percent := percentage(number(value)))]
+
+    @property
+    def last_step(self) -> int:
+        """The highest step in metrics.jsonl; 0 without records."""
+        return max((table.steps[-1] for table in self.metrics.tables), default=0)
+
+    @property
+    def seconds_of_records(self) -> float | None:
+        """The seconds from the first to the last record; None if their times are unknown."""
+        times = [time for table in self.metrics.tables for time in table.times if time == time]
+        return max(times) - min(times) if times else None
+
+    @property
+    def world_sizes(self) -> str:
+        """The world sizes of all launches, or that of the summary."""
+        sizes = [launch.world_size for launch in self.metrics.launches if launch.world_size]
+        changes = [size for place, size in enumerate(sizes) if place == 0 or sizes[place - 1] != size]
+        known = changes or [size for size in [whole(self.summary.get("world_size"))] if size]
+        return " → ".join(map(str, known[:8])) + (" …" if len(known) > 8 else "")
+
+    def last_value(self, tag: str) -> float | None:
+        """Return the newest value of a tag; None if it was never recorded."""
+        found = [(table.steps[-1], table.columns[tag][-1]) for table in self.metrics.tables if tag in table.columns]
+        return max(found)[1] if found else None
+
+    def pictures(self) -> list[tuple[str, str, Picture]]:
+        """Return title, description and content of the pictures that the loggers wrote."""
+        found = [
+            (title, about, self.files.read_picture(f"pictures/{name}.png", limit=MAX_PICTURE_BYTES,
+                                                   max_side=MAX_PICTURE_SIDE))
+            for name, (title, about) in PICTURES.items()
+        ]  # fmt: skip
+        return [(title, about, picture) for title, about, picture in found if picture]
+
+    def slowest_rows(self) -> list[list[str]]:
+        """Return the ranks that were slowest: rank, its phase, log windows and their share, most frequent first."""
+        counts = self.metrics.slowest
+        return [
+            [str(rank), phase or "unknown", f"{count:,}", f"{100 * count / counts.total():.0f} %"]
+            for (rank, phase), count in counts.most_common(10)
+        ]
+
+    def launch_rows(self) -> list[list[str]]:
+        """Return a row for each launch: number, step, ranks, time, and the pause since the last record before it."""
+        rows = []
+        for place, launch in enumerate(self.metrics.launches, start=1):
+            when = "" if launch.time != launch.time else f"{datetime.fromtimestamp(launch.time, UTC):%Y-%m-%d %H:%M:%S}"
+            pause = launch.time - launch.gap_start
+            rows.append([str(place), f"{launch.step:,}", text(launch.world_size), when,
+                         duration(pause) if pause == pause else ""])  # fmt: skip
+        return rows
+
+    def summary_texts(self) -> dict[str, str]:
+        """Return the content of summary.json."""
+        return flatten(self.summary)
+
+    def evaluate_command(self) -> str:
+        """Return the command that evaluates this run."""
+        return f"python -m ddp_trainer evaluate {shlex.quote(str(self.path))}"
+
+    def problems(self) -> list[str]:
+        """Return a sentence about each file that cannot be used."""
+        return self.files.problems + [
+            f"evaluation/{text(name)}/{problem}"
+            for name, folder in self.folders.items()
+            for problem in folder.files.problems
+        ]
+
+
+def flatten(tree: dict[Any, Any]) -> dict[str, str]:
+    """Return ``{"optimizer.lr": "0.1", …}`` from nested dicts, of at most `MAX_KEYS` keys."""
+    flat: dict[str, str] = {}
+    waiting = [((), tree)]
+    while waiting and len(flat) < MAX_KEYS:
+        place, value = waiting.pop()
+        if isinstance(value, dict) and value and len(place) < MAX_DEPTH:
+            waiting += [((*place, text(key)), item) for key, item in reversed(list(value.items())[:MAX_KEYS])]
+        elif place:
+            flat[text(".".join(place))] = as_text(value)
+    return flat
+
+
+def as_text(value: object, *, depth: int = 2) -> str:
+    """Return a value of a config as YAML writes it in one line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() if depth:
+            items = [as_text(item, depth=depth - 1) for item in value[:MAX_ITEMS]]
+            return text(f"[{', '.join(items)}{', …' if len(value) > MAX_ITEMS else ''}]")
+    return text(value)
+
+
+def compare(columns: Sequence[dict[str, str]]) -> tuple[list[list[str]], list[list[str]]]:
+    """Return a row of key and values for each key, first those that differ between `columns`, then all."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [[key, *(column.get(key, NOT_SET) for column in columns)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1], rows
+
+
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """Return the names of runs; where two directories have the same one, with the folders that differ before it."""
+    parts = [run.path.resolve().parts for run in runs]
+    names = []
+    for own in parts:
+        length = next(
+            size for size in range(1, len(own) + 1) if sum(other[-size:] == own[-size:] for other in parts) == 1
+        )
+        names.append(text("/".join(own[-length:])))
+    return names
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time in words, for example ``1 h 2 min``; empty if it is unknown."""
+    if seconds is None or seconds < 0:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def percentage(value: float | None) -> str:
+    """Return a share as a percentage with two decimals; empty if it is unknown."""
+    return "" if value is None else f"{100 * value:.2f} %"
+
+
+def with_unit(value: object, unit: str) -> str:
+    """Return a number with its unit; empty if it is unknown."""
+    known = number(value)
+    return "" if known is None else f"{known:,.0f} {unit}"

@@ -1,0 +1,114 @@
+"""The files of an evaluation: metrics.json, confusion_matrix.csv and .png, mistakes.json and its pictures."""
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ddp_trainer.config.errors import path_error
+from ddp_trainer.distributed.files import lock_file
+from ddp_trainer.scores.pictures import confusion_png, thumbnail_png
+from ddp_trainer.scores.results import CONFIDENCE, ID, LABEL, LOSS, PREDICTION
+from ddp_trainer.scores.scores import Scores, ids_of
+
+FOLDER = "evaluation"
+LOCK_SECONDS, BATCH = 60.0, 64
+
+
+def write_evaluation(
+    folder: Path,
+    scores: Scores,
+    about: dict[str, Any],
+    *,
+    paths: Callable[[int], str],
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    """Write the files of an evaluation to `folder`, all of them or none.
+
+    about: what metrics.json has besides the scores. paths: returns the path, or the name, of a sample. read: returns
+    the images uint8 [B, C, H, W] of samples int64 [B].
+
+    Raises:
+        ConfigError, TransientError: a file cannot be written; the old files are then as they were.
+    """
+    with replace_folder(folder) as new:
+        text = json.dumps(finite(about | scores.values()), indent=1)
+        (new / "metrics.json").write_text(text + "\n", encoding="utf-8")
+        write_matrix(new / "confusion_matrix.csv", scores)
+        (new / "confusion_matrix.png").write_bytes(confusion_png(scores.confusion, scores.class_names))
+        (new / "mistakes").mkdir()
+        mistakes = []
+        for rows in scores.mistakes().split(BATCH):
+            for row, pixels in zip(rows.tolist(), read(ids_of(rows)), strict=True):
+                mistakes.append(describe(row, scores.class_names, paths))
+                (new / mistakes[-1]["picture"]).write_bytes(thumbnail_png(pixels.cpu()))
+        (new / "mistakes.json").write_text(json.dumps(mistakes, indent=1) + "\n", encoding="utf-8")
+
+
+def describe(row: list[float], class_names: list[str], paths: Callable[[int], str]) -> dict[str, Any]:
+    """Return the entry of mistakes.json for a row of `SampleResults`."""
+    number = int(row[ID])
+    return {
+        "id": number,
+        "path": paths(number),
+        "label": class_names[int(row[LABEL])],
+        "prediction": class_names[int(row[PREDICTION])],
+        "probability": finite(row[CONFIDENCE]),
+        "loss": finite(row[LOSS]),
+        "picture": f"mistakes/{number:08d}.png",
+    }
+
+
+def write_matrix(path: Path, scores: Scores) -> None:
+    """Write a confusion matrix as CSV: names as header and first column, a row for each true class."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["", *scores.class_names])
+    for name, counts in zip(scores.class_names, scores.confusion.tolist(), strict=True):
+        writer.writerow([name, *counts])
+    path.write_text(file.getvalue(), encoding="utf-8", newline="")
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with None for each number in it that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder, which takes the place of `folder` in the end; after an error `folder` is as it was."""
+    new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "old"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        holder = f"another process is writing to {folder.parent}: wait for it, and start the same command again"
+        with lock_file(folder.parent / ".lock", seconds=LOCK_SECONDS, holder=holder):
+            try:
+                if old.exists() and not folder.exists():  # of a process that was killed between the two renames
+                    old.rename(folder)
+                for leftover in (new, old):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                new.mkdir()
+                yield new
+                for file in new.rglob("*.*"):
+                    with open(file, "rb") as written:
+                        os.fsync(written.fileno())
+                if folder.exists():
+                    folder.rename(old)
+                new.rename(folder)
+            finally:
+                for leftover in (new, old):
+                    shutil.rmtree(leftover, ignore_errors=True)
+    except OSError as error:
+        raise path_error(error, f"{folder} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,115 @@
+"""Pictures of scores as PNG files: a confusion matrix, and images with a line of text each."""
+
+import io
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+WHITE, BLACK, BLUE, ORANGE = (255, 255, 255), (30, 30, 30), (31, 119, 180), (214, 96, 20)
+MATRIX, MARGIN, TITLE = 900, 170, 40
+"""Pixels: the largest side of a matrix, the margin for the names of classes, and the height of a title."""
+MIN_NAMED, MIN_NUMBERED = 10, 26
+"""Pixels: the smallest cells beside which names are written, and in which numbers are."""
+Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+TILE, CAPTION = 128, 30
+
+
+def png(image: Image.Image) -> bytes:
+    """Return the content of a PNG file with `image`."""
+    file = io.BytesIO()
+    image.save(file, "png")
+    return file.getvalue()
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """Return a picture of `pixels`, uint8 [C, H, W]; of other than one or three channels the first."""
+    shown = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
+    return Image.fromarray(shown.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
+
+
+def printable(name: str, *, length: int) -> str:
+    """Return at most `length` characters of `name` that the built-in font has."""
+    text = "".join(character if character in " " or character.isprintable() else " " for character in name)
+    text = text if text.isascii() else ascii(text)[1:-1]
+    return text if len(text) <= length else f"{text[: length - 2]}.."
+
+
+def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
+    """Return a PNG of a confusion matrix, int64 [C, C]: rows are true classes, the shade is the share of a row."""
+    size = len(class_names)
+    cell = max(1, min(64, MATRIX // size))
+    side = max(cell * size, 240)
+    picture = Image.new("RGB", (MARGIN + side + 20, MARGIN + side + TITLE), WHITE)
+    picture.paste(shaded(confusion).resize((cell * size, cell * size), Image.Resampling.NEAREST), (MARGIN, MARGIN))
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((MARGIN - 1, MARGIN - 1, MARGIN + cell * size, MARGIN + cell * size), outline=BLACK)
+    draw.text((8, 8), "predicted class (columns)", BLACK, ImageFont.load_default(14))
+    draw.text((8, 28), "true class (rows)", BLACK, ImageFont.load_default(14))
+    if cell >= MIN_NAMED:
+        font = ImageFont.load_default(min(14, cell))
+        for number, name in enumerate(class_names):
+            place = MARGIN + number * cell + cell // 2
+            draw.text((MARGIN - 6, place), printable(name, length=20), BLACK, font, anchor="rm")
+            paste_turned(picture, printable(name, length=20), font, bottom=MARGIN - 6, center=place)
+    if cell >= MIN_NUMBERED:
+        draw_counts(draw, confusion, cell)
+    return png(picture)
+
+
+def shaded(confusion: Tensor) -> Image.Image:
+    """Return a picture with a pixel for each cell: blue on the diagonal, orange beside it."""
+    share = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()[:, :, None]  # small shares show
+    color = np.where(np.eye(len(confusion), dtype=bool)[:, :, None], BLUE, ORANGE)
+    return Image.fromarray((255 - share * (255 - color)).round().astype(np.uint8))
+
+
+def draw_counts(draw: ImageDraw.ImageDraw, confusion: Tensor, cell: int) -> None:
+    """Write the numbers of a confusion matrix into its cells; none for zero."""
+    totals = confusion.sum(1).tolist()
+    for row, counts in enumerate(confusion.tolist()):
+        for column, count in enumerate(counts):
+            if count:
+                text = str(count)
+                font = ImageFont.load_default(min(15, max(7, int(1.5 * cell / len(text)))))
+                center = (MARGIN + column * cell + cell // 2, MARGIN + row * cell + cell // 2)
+                draw.text(center, text, WHITE if count > totals[row] / 3 else BLACK, font, anchor="mm")
+
+
+def paste_turned(picture: Image.Image, text: str, font: Font, *, bottom: int, center: int) -> None:
+    """Write `text` upwards, beginning at `bottom`."""
+    _, top, right, low = font.getbbox(text)
+    label = Image.new("RGB", (max(1, math.ceil(right)), max(1, math.ceil(low - top))), WHITE)
+    ImageDraw.Draw(label).text((0, -top), text, BLACK, font)
+    turned = label.rotate(90, expand=True)
+    picture.paste(turned, (center - turned.width // 2, bottom - turned.height))
+
+
+def captioned_png(images: Sequence[Tensor], captions: Sequence[tuple[str, str]]) -> bytes:
+    """Return a PNG with `images`, uint8 [C, H, W], in rows of eight, each with two lines of text below it."""
+    columns = min(8, max(1, len(images)))
+    height = TILE + CAPTION + 8
+    picture = Image.new("RGB", (columns * (TILE + 8), max(1, math.ceil(len(images) / columns)) * height), WHITE)
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(11)
+    for number, (pixels, lines) in enumerate(zip(images, captions, strict=True)):
+        left, top = number % columns * (TILE + 8) + 4, number // columns * height + 4
+        picture.paste(fitted(to_image(pixels), TILE), (left, top))
+        for row, (line, color) in enumerate(zip(lines, (ORANGE, BLACK), strict=True)):
+            draw.text((left, top + TILE + 2 + 13 * row), printable(line, length=22), color, font)
+    return png(picture)
+
+
+def fitted(image: Image.Image, side: int) -> Image.Image:
+    """Return `image` scaled to `side` pixels; small ones by whole pixels."""
+    scale = side / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    return image.resize(size, Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR)
+
+
+def thumbnail_png(pixels: Tensor, *, side: int = 96) -> bytes:
+    """Return a PNG of an image, uint8 [C, H, W], scaled down to `side` pixels, never up."""
+    image = to_image(pixels)
+    image.thumbnail((side, side))
+    return png(image)

@@ -1,0 +1,124 @@
+"""Scores that are computed from the answers to all samples: confusion matrix, values per class, calibration."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_trainer.scores.results import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PREDICTION
+
+NUM_BINS = 15
+WORST, WORST_PER_PAIR, NUM_PAIRS = 100, 5, 200
+"""How many mistakes are listed: those of the largest loss, and those of the most frequent pairs of classes."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of the answers in `rows`, float64 [N, 6], of `SampleResults.gather`."""
+
+    rows: Tensor
+    class_names: list[str]
+
+    @property
+    def count(self) -> int:
+        """The number of samples."""
+        return len(self.rows)
+
+    @property
+    def loss(self) -> float:
+        """The mean cross-entropy."""
+        return float(self.rows[:, LOSS].mean())
+
+    @property
+    def top1(self) -> float:
+        """The share of samples whose class was predicted."""
+        return float(self.is_correct.double().mean())
+
+    @property
+    def top5(self) -> float:
+        """The share of samples whose class was among the five with the highest probabilities."""
+        return float(self.rows[:, IN_TOP5].mean())
+
+    @cached_property
+    def is_correct(self) -> Tensor:
+        """bool [N]: whether the class of a sample was predicted."""
+        return self.rows[:, LABEL] == self.rows[:, PREDICTION]
+
+    @cached_property
+    def confusion(self) -> Tensor:
+        """int64 [C, C]: the number of samples of each class (row) for which each class (column) was predicted."""
+        size = len(self.class_names)
+        cells = (self.rows[:, LABEL] * size + self.rows[:, PREDICTION]).long()
+        return torch.bincount(cells, minlength=size * size).view(size, size)
+
+    def per_class(self) -> dict[str, dict[str, float | int | None]]:
+        """Return precision, recall, F1 and support by class name; what is a division by zero is None."""
+        correct, support, predicted = self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0)
+        counts = zip(self.class_names, correct.tolist(), support.tolist(), predicted.tolist(), strict=True)
+        return {
+            name: {
+                "precision": right / given if given else None,
+                "recall": right / own if own else None,
+                "f1": 2 * right / (own + given) if own + given else None,
+                "support": own,
+            }
+            for name, right, own, given in counts
+        }
+
+    def calibration(self) -> list[dict[str, float | int | None]]:
+        """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` bins of confidence."""
+        confidence = self.rows[:, CONFIDENCE]
+        bins = (confidence * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
+        counts, sums, correct = (
+            torch.bincount(bins, weights, minlength=NUM_BINS).tolist()
+            for weights in (None, confidence, self.is_correct.double())
+        )
+        return [
+            {"confidence": total / n if n else None, "accuracy": right / n if n else None, "count": int(n)}
+            for n, total, right in zip(counts, sums, correct, strict=True)
+        ]
+
+    def calibration_error(self) -> float:
+        """Return the mean difference of confidence and accuracy over the samples.
+
+        Source: Guo et al., On Calibration of Modern Neural Networks, 2017 (arXiv 1706.04599).
+        """
+        bins: list[dict[str, Any]] = [part for part in self.calibration() if part["count"]]
+        return sum(abs(part["confidence"] - part["accuracy"]) * part["count"] for part in bins) / max(1, self.count)
+
+    def mistakes(self) -> Tensor:
+        """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6].
+
+        They are the `WORST` of all, and the `WORST_PER_PAIR` of each of the `NUM_PAIRS` most frequent pairs of classes.
+        """
+        wrong = self.rows[~self.is_correct]
+        wrong = wrong[wrong[:, LOSS].argsort(descending=True, stable=True)]
+        pairs = [tuple(pair) for pair in wrong[:, [LABEL, PREDICTION]].tolist()]
+        frequent = dict(Counter(pairs).most_common(NUM_PAIRS))
+        taken: Counter[tuple[float, ...]] = Counter()
+        kept = []
+        for place, pair in enumerate(pairs):
+            taken[pair] += 1
+            if place < WORST or (pair in frequent and taken[pair] <= WORST_PER_PAIR):
+                kept.append(place)
+        return wrong[kept]
+
+    def values(self) -> dict[str, Any]:
+        """Return the content of metrics.json."""
+        return {
+            "loss": self.loss,
+            "top1": self.top1,
+            "top5": self.top5,
+            "count": self.count,
+            "calibration_error": self.calibration_error(),
+            "calibration": self.calibration(),
+            "per_class": self.per_class(),
+        }
+
+
+def ids_of(rows: Tensor) -> Tensor:
+    """Return the ids of the samples in `rows`: int64 [N]."""
+    return rows[:, ID].long()

@@ -1,0 +1,50 @@
+"""``report=true``: the scores of the last evaluation and report.html, written at the end of a launch."""
+
+import logging
+from functools import partial
+
+from torch import Tensor
+
+from ddp_trainer.data.dataset import Datasets, sample_name
+from ddp_trainer.data.readers import read_images
+from ddp_trainer.report.page import write_report
+from ddp_trainer.scores.files import FOLDER, write_evaluation
+from ddp_trainer.scores.scores import Scores
+from ddp_trainer.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
+    """Write the scores to evaluation/last-<split>/, and report.html, if the config asks for it. Collective.
+
+    Without an evaluation in this launch, as after a graceful stop, there is only report.html. A failure is a warning.
+    """
+    if not trainer.config.report:
+        return
+    run_dir, rows = trainer.run_dir, None
+    if trainer.results is not None:
+        rows = trainer.results.gather(trainer.world)
+    if not trainer.world.is_main:
+        return
+    try:
+        if rows is not None and len(rows):
+            write_scores(trainer, datasets, rows)
+        write_report([run_dir], run_dir / "report.html")
+        logger.info("report %s", run_dir / "report.html")
+    except Exception as error:  # the training is done and saved, whatever a picture or a disk does
+        logger.warning("the report was not written: %s", error)
+
+
+def write_scores(trainer: Trainer, datasets: Datasets, rows: Tensor) -> None:
+    """Write the files of the last evaluation, as the command evaluate does."""
+    data, loaders = trainer.config.data, trainer.loaders
+    epoch, split = trainer.step // trainer.steps_per_epoch, data.eval_split
+    about = {"checkpoint": "last", "split": split, "data": data.description, "step": trainer.step, "epoch": epoch}
+    write_evaluation(
+        trainer.run_dir / FOLDER / f"last-{split}",
+        Scores(rows, loaders.class_names),
+        about,
+        paths=partial(sample_name, datasets.eval),
+        read=partial(read_images, loaders.eval.reader),
+    )

@@ -1,0 +1,196 @@
+"""``evaluate``: the same scores at any number of ranks, those of the training, on every split, and clear errors."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, launch, newest_checkpoint, on_ranks, read_summary, succeed, train_all, train_on
+from PIL import Image
+
+from ddp_trainer.checkpoint.file import write_file
+from ddp_trainer.commands import evaluate
+from ddp_trainer.config.data import DigitsConfig
+from ddp_trainer.data.datasets.digits import build_digits
+
+LENET = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]")
+
+
+def _evaluate(*commands: list[str]) -> None:
+    for words in commands:
+        evaluate.main(words)
+
+
+def evaluate_on(ranks: int, run_dir: Path, *words: str) -> None:
+    on_ranks(ranks, _evaluate, [str(run_dir), *words], deadline=120)
+
+
+def metrics_of(run_dir: Path, name: str) -> dict[str, Any]:
+    return json.loads((run_dir / f"evaluation/{name}/metrics.json").read_text())
+
+
+def write_digits(root: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 200) -> Path:
+    """Write handwritten digits as a folder of images with a folder per class."""
+    datasets = build_digits(DigitsConfig())
+    for split in splits:
+        images: Any = datasets.train if split == "train" else datasets.eval
+        for number in range(count):
+            folder = root / split / f"digit {int(images.labels[number])}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(images.images[number, 0].numpy()).save(folder / f"{number}.png")
+    return root
+
+
+def words_for(data: str, folder: Path) -> tuple[str, ...]:
+    """Return the overrides that choose a data set; the folder of images is written."""
+    if data != "imagefolder":
+        return (f"data={data}",)
+    root = write_digits(folder / "images")
+    return ("data=imagefolder", f"data.root={root}", "data.image_size=16", f"data.cache_dir={folder}",
+            "global_batch_size=64")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    train_on(2, *LENET, "data=digits", f"output_dir={folder}", "name=run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(digits_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(digits_run, tmp_path / "run")
+
+
+def test_the_matrix_is_the_same_at_any_number_of_ranks_and_top1_that_of_the_training(tmp_path: Path) -> None:
+    names = ("digits", "fashion_mnist", "imagefolder")
+    train_all(2, [(*LENET, *words_for(name, tmp_path), f"output_dir={tmp_path}", f"name={name}") for name in names])
+    matrices: dict[str, set[bytes]] = {name: set() for name in names}
+    for ranks in (1, 2, 3):
+        on_ranks(ranks, _evaluate, *([str(tmp_path / name), "checkpoint=last"] for name in names), deadline=120)
+        for name in names:
+            summary, metrics = read_summary(tmp_path / name), metrics_of(tmp_path / name, "last-test")
+            assert metrics["top1"] == summary["eval/top1"]
+            assert metrics["loss"] == pytest.approx(summary["eval/loss"], rel=1e-6)
+            assert metrics["count"] == summary["eval/count"]
+            matrices[name].add((tmp_path / name / "evaluation/last-test/confusion_matrix.csv").read_bytes())
+    for name, (matrix,) in matrices.items():
+        rows = list(csv.reader(matrix.decode().splitlines()))[1:]
+        correct = sum(int(row[number]) for number, row in enumerate(rows, 1))
+        total = sum(int(cell) for row in rows for cell in row[1:])
+        assert total == read_summary(tmp_path / name)["eval/count"]
+        assert correct / total == pytest.approx(read_summary(tmp_path / name)["eval/top1"])
+
+
+def test_a_checkpoint_may_be_the_best_the_last_or_that_of_a_step(run_dir: Path) -> None:
+    steps = sorted(int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt"))
+    choices = {"last": steps[-1], str(steps[0]): steps[0]}
+    commands = [[str(run_dir), f"checkpoint={checkpoint}"] for checkpoint in choices]
+    on_ranks(1, _evaluate, [str(run_dir)], *commands)
+    for checkpoint, step in choices.items():
+        assert metrics_of(run_dir, f"{checkpoint}-test")["step"] == step
+    assert metrics_of(run_dir, "best-test")["top1"] == newest_checkpoint(run_dir)["best_top1"]
+
+
+def test_the_last_checkpoint_is_the_newest_good_one(run_dir: Path) -> None:
+    newest, older = sorted((run_dir / "checkpoints").glob("step-*.pt"), reverse=True)[:2]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    done = succeed("evaluate", str(run_dir), "checkpoint=last")
+    assert "does not end with a checksum" in done.output
+    assert metrics_of(run_dir, "last-test")["step"] == int(older.stem[5:])
+
+
+def test_every_split_has_its_own_images(tmp_path: Path) -> None:
+    train_on(1, *LENET, "data=digits", "data.validation_fraction=0.25", f"output_dir={tmp_path}", "name=run")
+    splits = ("test", "validation", "train")
+    commands = [[str(tmp_path / "run"), "checkpoint=last", f"split={split}"] for split in splits]
+    on_ranks(2, _evaluate, *commands)
+    counts = {split: metrics_of(tmp_path / "run", f"last-{split}")["count"] for split in splits}
+    whole = build_digits(DigitsConfig())
+    assert counts["test"] == len(whole.eval)  # type: ignore[arg-type]
+    assert counts["train"] + counts["validation"] == len(whole.train)  # type: ignore[arg-type]
+    assert counts["validation"] == round(0.25 * len(whole.train))  # type: ignore[arg-type]
+    evaluate_on(1, tmp_path / "run", "checkpoint=last")
+    summary = read_summary(tmp_path / "run")
+    assert metrics_of(tmp_path / "run", "last-validation")["top1"] == summary["eval/top1"]
+
+
+def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
+    train_on(1, *LENET, *words_for("imagefolder", tmp_path), "data.on_bad_image=skip", f"output_dir={tmp_path}",
+             "name=run")  # fmt: skip
+    other = write_digits(tmp_path / "other", splits=("",), count=60)
+    next((other / "digit 3").iterdir()).write_bytes(b"no image")
+    evaluate_on(2, tmp_path / "run", f"data.root={other}", "checkpoint=last")
+    metrics = metrics_of(tmp_path / "run", "last-test")
+    assert metrics["count"] == 59
+    assert metrics["data"] == {"name": "imagefolder", "root": str(other)}
+    mistakes = json.loads((tmp_path / "run/evaluation/last-test/mistakes.json").read_text())
+    assert mistakes
+    assert all(os.path.dirname(mistake["path"]) == str(other / mistake["label"]) for mistake in mistakes)
+    changed = next((tmp_path / "images/val/digit 1").iterdir())
+    changed.rename(changed.with_stem("renamed"))
+    done = succeed("evaluate", str(tmp_path / "run"), "checkpoint=last")
+    assert done.output.count("the images are not those that the training had") == 1
+    (other / "digit 3").rename(other / "cow")
+    done = launch("evaluate", str(tmp_path / "run"), f"data.root={other}")
+    assert done.code == 2
+    assert f"error: {other} has the class 'cow', which the training images do not have" in done.output
+
+
+def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path: Path) -> None:
+    words = (*TINY, "model=resnet18", "ema.decay=0.5", "max_steps=3", f"output_dir={tmp_path}", "name=run")
+    summary = train_on(2, *words)
+    evaluate_on(1, tmp_path / "run", "checkpoint=last")
+    metrics = metrics_of(tmp_path / "run", "last-test")
+    assert metrics["top1"] == summary["eval/top1"]
+    assert metrics["loss"] == pytest.approx(summary["eval/loss"], rel=1e-5)
+
+
+WRONG = {
+    "evaluate takes one run directory": [],
+    "{folder}/missing is not a run directory": ["{folder}/missing"],
+    "checkpoint=7 of {run} is not there: choose from best, last, 20, ": ["{run}", "checkpoint=7"],
+    "split=valid must be one of test, validation, train": ["{run}", "split=valid"],
+    "split=validation is not there: {run} held out no images": ["{run}", "split=validation"],
+    "optimizer.lr=1 would change what was trained": ["{run}", "optimizer.lr=1"],
+    "eval_batch=3 is unknown: did you mean eval_batch_size": ["{run}", "eval_batch=3"],
+    "eval_batch_size=0 must be greater than 0": ["{run}", "eval_batch_size=0"],
+    "device=cuda needs a GPU": ["{run}", "device=cuda"],
+}
+
+
+@pytest.mark.parametrize("expected", [text for text in WRONG if "cuda" not in text or not torch.cuda.is_available()])
+def test_wrong_arguments_are_one_line_and_exit_2(
+    expected: str, digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main([word.format(run=digits_run, folder=tmp_path) for word in WRONG[expected]])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {expected.format(run=digits_run, folder=tmp_path)}")
+
+
+def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sorted((run_dir / "checkpoints").glob("step-*.pt"))[-1]
+    state = torch.load(path, weights_only=True)
+    old = {key: value for key, value in state.items() if key not in ("preprocessing", "data_fingerprint")}
+    unknown = state | {"config": state["config"] | {"model": {"name": "mine"}}}
+    of_earlier = f"{path} was written by an earlier version of ddp_trainer"
+    renamed = state | {"config": state["config"] | {"num_microbatches": 1}}
+    for content, expected in [
+        (old, f"{of_earlier} and lacks preprocessing, data_fingerprint"),
+        (renamed, f"{of_earlier}, whose config this one cannot read"),
+        (unknown, "model.name=mine is unknown here: is its plug-in installed?"),
+    ]:
+        write_file(path, content)
+        with pytest.raises(SystemExit) as ended:
+            evaluate.main([str(run_dir), "checkpoint=last"])
+        assert ended.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {expected}")

@@ -1,0 +1,217 @@
+"""``predict`` and `load`: the probabilities of ``evaluate`` for the same files, in their order; bad files are named."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import clean_environment, launch, run_command, train_on
+from PIL import Image
+
+import ddp_trainer
+from ddp_trainer.commands import evaluate, predict
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.data.decoding import BadImageError, center_box
+from ddp_trainer.inference.classifier import Classifier
+from ddp_trainer.inference.preprocessing import Preprocessing
+
+COMMON = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]", "num_threads=1")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of pictures of many sizes with a folder per class."""
+    root, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name, level in (("dark", 124), ("light", 132)):
+            (root / split / name).mkdir(parents=True)
+            for number in range(40):
+                size = random.integers(20, 60, 2)
+                pixels = random.normal(level, 60, (*size, 3)).clip(0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def run_dir(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    train_on(1, *COMMON, "data=imagefolder", f"data.root={images}", "data.image_size=16", "global_batch_size=16",
+             f"data.cache_dir={folder}", f"output_dir={folder}", "name=run")  # fmt: skip
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    train_on(1, *COMMON, "data=digits", f"output_dir={folder}", "name=run")
+    return folder / "run"
+
+
+def predicted(capsys: pytest.CaptureFixture[str], run_dir: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines on stdout, and stderr."""
+    predict.main([str(run_dir), *words])
+    captured = capsys.readouterr()
+    return [json.loads(line) for line in captured.out.splitlines()], captured.err
+
+
+def test_probabilities_are_those_of_an_evaluation_of_the_same_files(
+    run_dir: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate.main([str(run_dir)])
+    mistakes = json.loads((run_dir / "evaluation/best-test/mistakes.json").read_text())
+    metrics = json.loads((run_dir / "evaluation/best-test/metrics.json").read_text())
+    capsys.readouterr()
+    lines, _ = predicted(capsys, run_dir, str(images / "val"))
+    assert [line["path"] for line in lines] == sorted(map(str, (images / "val").rglob("*.png")))
+    by_path = {line["path"]: line for line in lines}
+    wrong = [path for path, line in by_path.items() if Path(path).parent.name != line["label"]]
+    assert sorted(wrong) == sorted(mistake["path"] for mistake in mistakes)
+    assert 1 - len(wrong) / len(lines) == pytest.approx(metrics["top1"])
+    assert wrong
+    for mistake in mistakes:
+        line = by_path[mistake["path"]]
+        assert line["label"] == mistake["prediction"]
+        assert line["probability"] == pytest.approx(mistake["probability"], abs=1e-6)
+        assert line["top"][0] == [line["label"], line["probability"]]
+        assert sum(value for _, value in line["top"]) == pytest.approx(1)
+
+
+def test_bad_files_are_named_and_the_order_is_kept(
+    run_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = [str(images / "val/dark/0.png"), str(images / "val/light/1.png"), str(images / "val/dark/2.png")]
+    (tmp_path / "text.png").write_text("text")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "a\nb.jpg").symlink_to(good[0])
+    words = [good[1], str(tmp_path / "text.png"), good[0], str(tmp_path / "empty"), good[2], str(tmp_path / "a\nb.jpg")]
+    lines, errors = predicted(capsys, run_dir, *words, "batch_size=2", "top=1")
+    assert [line["path"] for line in lines] == [good[1], good[0], good[2], words[-1]]
+    assert [len(line["top"]) for line in lines] == [1] * 4
+    bad = [line for line in errors.splitlines() if "cannot be read" in line]
+    assert bad == [
+        f"{tmp_path}/text.png cannot be read: its format is unknown, or it is not an image",
+        f"{tmp_path}/empty cannot be read: it is empty",
+    ]
+    assert "4 images, 2 could not be read" in errors
+
+
+@pytest.mark.parametrize("separator", ["\n", "\0"])
+def test_paths_come_from_stdin_and_a_reader_may_stop_early(separator: str, run_dir: Path, images: Path) -> None:
+    paths = sorted(map(str, (images / "val").rglob("*.png")))
+    command = [sys.executable, "-m", "ddp_trainer", "predict", str(run_dir), "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          env=clean_environment()) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(separator.join(paths * 40))
+        process.stdin.close()
+        assert json.loads(process.stdout.readline())["path"] == paths[0]
+        process.stdout.close()  # as head -1 does
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(60) == 1
+
+
+WRONG = {
+    "predict takes a run directory and images": ["{run}"],
+    "{folder}/missing.png is not there: give image files, a folder, or -": ["{run}", "{folder}/missing.png"],
+    "{folder}/none has no image": ["{run}", "{folder}/none"],
+    "top=0 must be greater than 0": ["{run}", "{folder}", "top=0"],
+    "{folder} is not a run directory": ["{folder}", "{run}"],
+}
+
+
+@pytest.mark.parametrize("expected", WRONG)
+def test_wrong_arguments_are_one_line_and_exit_2(
+    expected: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        predict.main([word.format(run=run_dir, folder=tmp_path) for word in WRONG[expected]])
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {expected.format(run=run_dir, folder=tmp_path)}")
+
+
+def test_several_ranks_are_refused(run_dir: Path, images: Path) -> None:
+    done = launch("predict", str(run_dir), str(images), ranks=2)
+    assert done.code != 0
+    assert done.output.count("error: predict runs in one process: start it without torchrun") == 1
+
+
+def test_a_full_disk_is_one_line_and_exit_1(run_dir: Path, images: Path) -> None:
+    command = f"{sys.executable} -m ddp_trainer predict {run_dir} {images} > /dev/full"
+    done = run_command(["sh", "-c", command])
+    assert done.code == 1
+    assert "error: the output cannot be written: No space left on device" in done.output
+    assert "Traceback" not in done.output
+
+
+# --- the library call -----------------------------------------------------------------------------
+
+
+def test_a_classifier_takes_paths_images_arrays_and_tensors(run_dir: Path, images: Path) -> None:
+    classifier = ddp_trainer.load(run_dir)
+    assert isinstance(classifier, Classifier)
+    assert classifier.class_names == ["dark", "light"]
+    path = images / "val/light/3.png"
+    with Image.open(path) as opened:
+        picture = opened.convert("RGB")
+    array = np.array(picture)
+    tensor = torch.from_numpy(array).permute(2, 0, 1)
+    forms = [path, str(path), picture, array, tensor]
+    [expected] = classifier(path)
+    assert [classifier(form) for form in forms] == [[expected]] * 5
+    for form in (forms, [array, array], np.stack([array, array]), tensor[None].repeat(3, 1, 1, 1)):
+        assert [prediction.label for prediction in classifier(form)] == [expected.label] * len(form)  # type: ignore[arg-type]
+    probabilities = classifier.probabilities([path] * 130)
+    assert probabilities.shape == (130, 2)
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(130))
+    assert classifier([]) == []
+
+
+def test_pictures_of_any_size_and_color_reach_a_model_of_gray_digits(digits_run: Path) -> None:
+    classifier = ddp_trainer.load(digits_run, checkpoint="last", device="cpu")
+    digit = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    [expected] = classifier(digit)
+    for form in (digit[:, :, None], np.stack([digit] * 3, 2), digit.repeat(20, 0).repeat(20, 1)):
+        [prediction] = classifier(form)
+        assert prediction.label == expected.label
+        assert prediction.probability == pytest.approx(expected.probability, rel=0.05)
+    wide = np.full((80, 200), 255, np.uint8)
+    wide[:, 60:140] = digit.repeat(10, 0).repeat(10, 1)
+    assert classifier(wide)[0].probability == pytest.approx(expected.probability, rel=0.05)
+
+
+def test_errors_of_the_library_call_name_the_cause(run_dir: Path, tmp_path: Path) -> None:
+    wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: ddp_trainer.load(tmp_path), ConfigError, "is not a run directory"),
+        (lambda: ddp_trainer.load(run_dir, checkpoint="first"), ConfigError, "checkpoint=first of .* choose from best"),
+        (lambda: ddp_trainer.load(run_dir, device="gpu"), ConfigError, "device=gpu must be one of auto, cpu, cuda"),
+        (lambda: ddp_trainer.load(run_dir)(tmp_path / "missing.png"), BadImageError, "No such file"),
+        (lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 3))), ValueError, "pixels must be uint8"),
+        (lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 2), np.uint8)), ValueError, "the image has 2 channels"),
+    ]  # fmt: skip
+    for call, kind, message in wrong:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_part_of_a_picture_is_that_of_an_evaluation(seed: int) -> None:
+    preprocessing = Preprocessing(mean=[0.5], std=[0.5], image_shape=[3, 224, 224], center_crop=0.875)
+    for height, width in np.random.default_rng(seed).integers(1, 3000, (200, 2)).tolist():
+        assert preprocessing.box(height, width) == center_box(height, width)
+
+
+def test_help_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (predict, evaluate):
+        command.main(["--help"])
+        assert "checkpoint=best" in capsys.readouterr().out
+    assert os.path.exists(ddp_trainer.__file__)

@@ -1,0 +1,129 @@
+"""``logger=wandb``: without a login, after its service process is killed, and beside another run of wandb."""
+
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import on_ranks, wait_for
+from test_logged_runs import items, wandb_launches
+
+from ddp_trainer.config.loggers import WandbConfig, WandbMode
+from ddp_trainer.loggers import wandb_run
+from ddp_trainer.loggers.wandb_run import WandbLogger
+
+MAX_BEGINS = 2
+
+
+def begin(folder: str, mode: WandbMode = WandbMode.offline) -> WandbLogger:
+    """Return the logger of a launch in `folder`, begun."""
+    Path(folder, "config.yaml").write_text(yaml.safe_dump({"seed": 1}))
+    logger = WandbLogger(WandbConfig(mode=mode), Path(folder))
+    logger.start(0)
+    return logger
+
+
+def services() -> list[int]:
+    """Return the processes that wandb has started in this one and that have not ended."""
+    pids = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    return [pid for pid in pids if "wandb-core" in Path(f"/proc/{pid}/comm").read_text() and is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def begin_in_a_terminal(folder: str) -> tuple[str, list[str]]:
+    """Begin and close in a terminal, where wandb would ask for a login. Return the output and the warnings."""
+    ours, theirs = pty.openpty()
+    for descriptor in (0, 1, 2):
+        os.dup2(theirs, descriptor)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc", "WANDB_API_KEY": "", "TERM": "xterm"}
+    warnings: list[str] = []
+    logging.getLogger("ddp_trainer").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logger = begin(folder, WandbMode.online)
+    logger.scalars({"epoch": 0, "a": 1.0}, 1)
+    logger.close()
+    print("end", flush=True)
+    return os.read(ours, 65536).decode(), warnings
+
+
+def test_without_a_login_it_asks_nothing_and_records_offline(tmp_path: Path) -> None:
+    [(output, [warning])] = on_ranks(1, begin_in_a_terminal, str(tmp_path))
+    assert output == "end\r\n"
+    assert re.fullmatch(r"logger=wandb records offline \(.*No API key.*\); upload it by: wandb sync .*", warning)
+    [records] = wandb_launches(tmp_path)
+    assert sum(record.HasField("history") for record in records) == 1
+
+
+def kill_services(folder: str) -> tuple[int, list[str]]:
+    """Record while the service process is killed again and again; return the failures, and what stays at the end."""
+    wandb_run.MAX_BEGINS = MAX_BEGINS
+    logger, failures, step = begin(folder), [], 0
+    while len(failures) < MAX_BEGINS + 1:
+        step += 1
+        try:
+            logger.scalars({"epoch": 0, "a": float(step)}, step)
+        except Exception as error:
+            failures.append(str(error))
+        else:
+            for pid in services():
+                os.kill(pid, signal.SIGKILL)
+                wait_for(lambda pid=pid: not is_running(pid))
+    logger.close()
+    return len(services()), failures
+
+
+def test_a_killed_service_is_started_again_a_few_times(tmp_path: Path) -> None:
+    [(num_left, failures)] = on_ranks(1, kill_services, str(tmp_path))
+    assert num_left == 0
+    assert failures[-1] == f"its run could not be recorded in {MAX_BEGINS} attempts"
+    assert {
+        record.run.run_id for launch in wandb_launches(tmp_path) for record in launch if record.HasField("run")
+    } <= {(tmp_path / "wandb/run_id").read_text().strip()}
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == MAX_BEGINS
+
+
+def record_beside_another(folder: str) -> None:
+    """Record while the program of a user has a run of wandb."""
+    import wandb
+
+    theirs = wandb.init(mode="offline", dir=folder, project="theirs", settings=wandb.Settings(silent=True))
+    theirs.log({"b": 1})
+    (Path(folder) / "run").mkdir()
+    logger = begin(f"{folder}/run")
+    logger.scalars({"epoch": 0, "a": 1.0}, 1)
+    logger.close()
+    assert wandb.run is theirs
+    theirs.log({"b": 2})
+    assert services()
+    theirs.finish()
+    wandb.teardown()
+
+
+def test_another_run_of_wandb_in_the_process_is_left_alone(tmp_path: Path) -> None:
+    on_ranks(1, record_beside_another, str(tmp_path))
+    for run_dir, key, count in ((tmp_path, "b", 2), (tmp_path / "run", "a", 1)):
+        [records] = wandb_launches(run_dir)
+        rows = [items(record.history.item) for record in records if record.HasField("history")]
+        assert [key in row for row in rows] == [True] * count
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a b/c\n", json.dumps({"a": 1}).encode()])
+def test_a_damaged_id_is_replaced(content: bytes, tmp_path: Path) -> None:
+    logger = WandbLogger(WandbConfig(), tmp_path)
+    first = logger.run_id()
+    assert logger.run_id() == first
+    (tmp_path / "wandb/run_id").write_bytes(content)
+    second = logger.run_id()
+    assert re.fullmatch(r"[0-9a-f]{16}", second)
+    assert second != first
+    assert logger.run_id() == second
