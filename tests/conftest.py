@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,16 +65,29 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str) -> Finished:
     """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the test."""
     process = subprocess.Popen(
-        command, cwd=cwd, env=clean_environment(**extra), text=True, start_new_session=True,
+        command, cwd=cwd, env=clean_environment(PYTHONFAULTHANDLER="1", **extra), text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=deadline)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end_with_descendants(process)
         output, _ = process.communicate()
         pytest.fail(f"still running after {deadline} s: {' '.join(command)}\n{output}")
     return Finished(process.returncode, output)
+
+
+def end_with_descendants(process: subprocess.Popen[str]) -> None:
+    """Abort the processes that `process` has started, which write their stacks, and kill all of them."""
+    tree = [process.pid]
+    for pid in tree:  # grows
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            tree += map(int, task.read_text().split())
+    for number, pids in ((signal.SIGABRT, tree[1:]), (signal.SIGKILL, tree)):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(1)
 
 
 def launch(*overrides: str, ranks: int | None = None, deadline: float = 120, cwd: Path | None = None,

@@ -29,7 +29,7 @@ FAULTY = str(Path(__file__).with_name("faulty.py"))
 
 def launch_faulty(fault: str, tmp_path: Path, *overrides: str, ranks: int = 2) -> Finished:
     command = [*torchrun(ranks), FAULTY, *TINY, f"output_dir={tmp_path}", "name=run"]
-    return run_command([*command, "checkpoint.every_steps=2", *overrides], deadline=60, FAULT=fault)
+    return run_command([*command, "checkpoint.every_steps=2", *overrides], FAULT=fault)
 
 
 def last_block(output: str) -> str:

@@ -73,7 +73,7 @@ def test_an_interrupt_at_the_start_is_no_traceback(ranks: int, tmp_path: Path) -
 @pytest.mark.fault("SIGSTOP of a rank before it joins")
 def test_a_rank_that_never_joins_is_named(tmp_path: Path) -> None:
     words = [*TINY, f"output_dir={tmp_path}", "name=run", "timeout_seconds=8"]
-    done = run_command([*torchrun(2), FAULTY, *words], FAULT="stop:1:join", deadline=90)
+    done = run_command([*torchrun(2), FAULTY, *words], FAULT="stop:1:join", deadline=150)
     assert done.code == 1
     assert "1 of 2 ranks came within 8 s, missing: 1" in done.output
 
@@ -101,7 +101,7 @@ def test_too_little_memory_ends_the_job_which_can_be_resumed(where: str, tmp_pat
     words = [*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2"]
     rank = 0 if where == "save" else 1
     with memory_limit(f"ddp_trainer-{os.getpid()}", 2000) as limited:
-        done = run_command(limited([*torchrun(2), FAULTY, *words]), FAULT=f"memory:{rank}:{where}", deadline=90)
+        done = run_command(limited([*torchrun(2), FAULTY, *words]), FAULT=f"memory:{rank}:{where}", deadline=150)
     assert done.code == 1, done.output
     assert "SIGKILL" in done.output or "Signal 9" in done.output, done.output
     succeed(*words, ranks=2)
