@@ -15,7 +15,7 @@ import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
 CONFIG, RANKS = {"registry", "config"}, {"registry", "config", "distributed"}
-PARTS = {"data", "models", "sync", "checkpoint", "loggers", "performance", "scores", "report"}
+PARTS = {"data", "models", "sync", "checkpoint", "loggers", "performance", "scores", "report", "health"}
 MAY_IMPORT = {
     "registry": set[str](),
     "config": {"registry"},
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "performance": CONFIG,
     "scores": RANKS,
     "report": RANKS,
+    "health": RANKS,
     "training": RANKS | PARTS,
     "launch": RANKS | {"training"},
     "inference": RANKS | PARTS | {"training"},

@@ -13,12 +13,16 @@ T = TypeVar("T")
 
 PHASES = {
     "data": "data_wait",
-    "forward/backward": "forward_backward",
+    "forward": "forward_backward",
+    "backward": "forward_backward",
     "gradient sync": "communication",
     "optimizer": "optimizer",
     "between steps": "other",
+    "control point": "other",
 }
 """The phases of a step, with the names that they have in tags."""
+OWN_PHASES = ("data", "forward", "backward", "optimizer", "between steps")
+"""The phases in which a rank does not wait for others."""
 
 Instant = float | torch.cuda.Event
 
@@ -42,7 +46,7 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window."""
+        """Begin a window. Its steps have been counted by `own_times`, or are not to be."""
         self.began, self.steps = time.perf_counter(), 0
         self.begins: list[tuple[str, Instant]] = [("between steps", self._now())]
         self.ready: Instant | None = None
@@ -63,20 +67,34 @@ class StepTimer:
             yield batch
             self.enter("data")
 
+    def own_times(self) -> list[list[float]]:
+        """Return for each step of the window the seconds of each of `OWN_PHASES`; on a GPU this waits for the device.
+
+        A step begins where its data phase does.
+        """
+        self.enter("control point")
+        steps: list[list[float]] = []
+        for (phase, start), (_, end) in pairwise(self.begins):
+            if phase == "data" or not steps:
+                steps.append([0.0] * len(OWN_PHASES))
+            if phase in OWN_PHASES:
+                steps[-1][OWN_PHASES.index(phase)] += elapsed(start, end)
+        return steps[-self.steps :] if self.steps else []
+
     def close_window(self, images_per_step: int) -> dict[str, float]:
         """Return the tags of the window, with `images_per_step` over all ranks, and begin the next window.
 
         On a GPU this waits for the device.
         """
         self.enter("between steps")
-        seconds, spent = time.perf_counter() - self.began, dict.fromkeys(PHASES, 0.0)
+        seconds, spent = time.perf_counter() - self.began, dict.fromkeys(PHASES.values(), 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):
-            spent[phase] += elapsed(start, end)
+            spent[PHASES[phase]] += elapsed(start, end)
         self.rates.append(self.steps * images_per_step / seconds)
         tags = {"throughput/images_per_second": self.rates[-1], "time/step_ms": 1e3 * seconds / self.steps}
-        for phase, name in PHASES.items():
-            tags[f"time/{name}_ms"] = 1e3 * spent[phase] / self.steps
-            tags[f"time/{name}_fraction"] = spent[phase] / seconds
+        for name in dict.fromkeys(PHASES.values()):
+            tags[f"time/{name}_ms"] = 1e3 * spent[name] / self.steps
+            tags[f"time/{name}_fraction"] = spent[name] / seconds
         self.restart()
         return tags
 

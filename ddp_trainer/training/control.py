@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ddp_trainer.config.schema import CheckpointConfig
 from ddp_trainer.distributed.process_group import World
@@ -28,6 +29,8 @@ class Decision:
     loss: float
     """Mean over all ranks and the steps of the log window so far."""
     top1: float
+    by_rank: Tensor
+    """float64 [W, n]: at a log point the numbers that each rank reports about itself."""
 
 
 class ControlPoint:
@@ -59,22 +62,26 @@ class ControlPoint:
         self.is_save_postponed, self.next_step = True, step + 1
 
     def decide(
-        self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite, num_bad_samples: int = 0
-    ) -> Decision | None:
+        self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite, num_bad_samples: int = 0,
+        own_report: Callable[[], list[float]] = list,
+    ) -> Decision | None:  # fmt: skip
         """Return what to do after optimizer step `step`, the same on every rank; None: no control point is due.
 
-        num_bad_samples: how many new samples this rank could not read.
+        num_bad_samples: how many new samples this rank could not read. own_report: returns this rank's numbers for
+        a log point, as many as on every other rank.
         """
         every = self.checkpoint.every_steps
         log = is_last or step % self.log_every_steps == 0
         save = self.is_save_postponed or (every is not None and step % every == 0)
         if not (log or save or step >= self.next_step):
             return None
-        flags = torch.tensor([*self.local_flags(), num_bad_samples], dtype=torch.float64).to(
-            self.world.device, non_blocking=True
-        )
-        total = self.world.all_reduce(torch.cat([flags, nonfinite.flag, sums.vector])).tolist()
-        stop, save_now, step_seconds, num_bad, diverged, loss, correct, count = total
+        own = own_report() if log else []
+        reports = torch.zeros(self.world.world_size, len(own), dtype=torch.float64)
+        reports[self.world.rank] = torch.tensor(own)
+        flags = torch.tensor([*self.local_flags(), num_bad_samples], dtype=torch.float64)
+        local = torch.cat([flags, reports.view(-1)]).to(self.world.device, non_blocking=True)
+        total = self.world.all_reduce(torch.cat([nonfinite.flag, sums.vector, local])).cpu()
+        diverged, loss, correct, count, stop, save_now, step_seconds, num_bad = total[:8].tolist()
         now = time.perf_counter()  # the device has finished
         self.step_seconds = (now - self.last_time) / max(1, step - self.last_step)
         self.last_time, self.last_step = now, step
@@ -82,6 +89,7 @@ class ControlPoint:
         return Decision(
             log=log, save=save or save_now > 0, stop=stop > 0, diverged=diverged > 0, has_bad_samples=num_bad > 0,
             loss=loss / max(1, count), top1=correct / max(1, count),
+            by_rank=total[8:].view_as(reports),
         )  # fmt: skip
 
     def local_flags(self) -> list[float]:

@@ -1,6 +1,5 @@
 """Sums and counts, the digest of samples, and the checks that values are finite and replicas equal."""
 
-import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -125,16 +124,3 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
             f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
             f"step {step}: nothing was saved; the cause is faulty memory, or code that treats ranks differently"
         )
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak that `peak_memory_mb` returns on a GPU; that of resident memory cannot be reset."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak of this rank's memory in MiB: on a GPU what torch allocated, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

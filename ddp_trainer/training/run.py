@@ -34,6 +34,7 @@ from ddp_trainer.performance.step_timer import StepTimer
 from ddp_trainer.sync import build_sync
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.final_report import write_final_report
+from ddp_trainer.training.log_window import build_log_window
 from ddp_trainer.training.optimizers import build_optimizer
 from ddp_trainer.training.schedulers import build_scheduler
 from ddp_trainer.training.start import Start, start
@@ -86,8 +87,12 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         control = ControlPoint(
             world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=stop.poll
         )
+        loaders = begun.build_loaders()
+        window = build_log_window(
+            step, timer, loaders, loggers, log_every_steps=config.log_every_steps, run_dir=run_dir
+        )
         trainer = Trainer(
-            config, step=step, timer=timer, loaders=begun.build_loaders(), checkpoints=checkpoints, loggers=loggers,
+            config, step=step, window=window, loaders=loaders, checkpoints=checkpoints, loggers=loggers,
             control=control, monitor=monitor,
         )  # fmt: skip
         log_header(trainer, begun.datasets, run_dir)
@@ -95,7 +100,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         checkpoints.wait()
         record_summary(summary, run_dir, loggers, to_builtins(config), is_main=world.is_main)
         write_final_report(trainer, begun.datasets)
-        del trainer, step, timer  # no DDP module may outlive the process group
+        del trainer, step, timer, window  # no DDP module may outlive the process group
     stay_for_restart(environment, was_stopped=summary.status is Status.stopped and not stop.is_set)
     return summary
 

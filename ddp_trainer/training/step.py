@@ -82,7 +82,7 @@ class TrainStep:
 
         images: float32 [B, C, H, W], labels: int64 [B], or of mixed images float32 [B, classes].
         """
-        self.on_phase("forward/backward")
+        self.on_phase("forward")
         # Dropout draws from torch's generator: a function of the step, so that a resumed run draws the same.
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
         seed_device(self.world.device, seed)
@@ -131,12 +131,14 @@ class TrainStep:
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Add the gradients of a microbatch. Return its share of the global batch's mean loss []."""
         settings = self.settings
+        self.on_phase("forward")
         with settings.autocast(self.world.device):
             logits = self.replica(images)
         loss_sum = sum_of_losses(logits.float(), labels, label_smoothing=settings.label_smoothing)
         # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
         scale = self.world.world_size / settings.global_batch_size
         self.sums.add(loss_sum.detach(), logits.detach(), labels)
+        self.on_phase("backward")
         self.scaler.scale(loss_sum * scale).backward()
         return loss_sum.detach() / settings.global_batch_size
 

@@ -16,14 +16,13 @@ from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
 from ddp_trainer.loggers.base import LoggerGroup, Value
 from ddp_trainer.loggers.console import EpochProgress
-from ddp_trainer.performance.flops import Utilization
-from ddp_trainer.performance.step_timer import StepTimer
 from ddp_trainer.scores.results import SampleResults
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.bad_samples import BadSamples
-from ddp_trainer.training.control import ControlPoint, Decision
+from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.evaluation import evaluate, mean_over_ranks
-from ddp_trainer.training.metrics import SampleDigest, check_replicas, peak_memory_mb, reset_peak_memory
+from ddp_trainer.training.log_window import LogWindow
+from ddp_trainer.training.metrics import SampleDigest, check_replicas
 from ddp_trainer.training.pictures import log_pictures, log_scores
 from ddp_trainer.training.progress import Progress
 from ddp_trainer.training.step import TrainStep
@@ -40,26 +39,22 @@ class Trainer:
         config: Config,
         *,
         step: TrainStep,
-        timer: StepTimer,
+        window: LogWindow,
         loaders: Loaders,
         checkpoints: CheckpointStore,
         loggers: LoggerGroup,
         control: ControlPoint,
         monitor: FailureMonitor,
     ) -> None:
-        self.config, self.train_step, self.timer, self.loaders = config, step, timer, loaders
+        self.config, self.train_step, self.window, self.loaders = config, step, window, loaders
         self.checkpoints, self.loggers, self.control, self.monitor = checkpoints, loggers, control, monitor
         self.world, self.model, self.run_dir = step.world, step.model, checkpoints.folder.parent
         self.progress = Progress(step.world, step.sums)
         self.bad_samples = BadSamples(
             loaders.bad_samples, step.world, on_bad_image=config.data.on_bad_image, run_dir=self.run_dir
         )
-        self.utilization = Utilization(
-            step.model, loaders.image_shape, device=step.world.device, dtype=step.settings.autocast_dtype
-        )
         self.bar = EpochProgress(enabled=step.world.is_main)
         self.epoch_seconds: list[float] = []
-        self.train_line = "nothing left to train"
         self.results: SampleResults | None = None
         """The answers of the last evaluation of this launch, of this rank's samples."""
 
@@ -82,7 +77,7 @@ class Trainer:
 
     def begin(self) -> None:
         """Prepare the first step of this launch."""
-        reset_peak_memory(self.world.device)
+        self.window.start()
         self.train_step.sync.begin()
         check_replicas(self.model, self.world, step=self.step)
         self.loggers.start(self.step)
@@ -146,10 +141,10 @@ class Trainer:
             self.progress.digest = SampleDigest(self.world.device)
         end = min(self.last_step, (epoch + 1) * self.steps_per_epoch)
         self.control.begin(self.step)
-        self.timer.restart()
+        self.window.timer.restart()
         self.train_step.begin_training()
         with self.bar.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
-            for batch in self.timer.timed(self.loaders.train):
+            for batch in self.window.timer.timed(self.loaders.train):
                 if self.step == 0:
                     log_pictures(self.loggers, self.loaders, batch.images, run_dir=self.run_dir)
                 self.train_step(batch.images, batch.labels)
@@ -167,11 +162,12 @@ class Trainer:
     def control_point(self, epoch: int, *, is_last: bool) -> bool:
         """Log, save and stop where that is due. Return whether to stop, alike on all ranks."""
         step, sync = self.train_step, self.train_step.sync
+        self.window.timer.enter("control point")
         if is_last:
             sync.synchronize(step.optimizer)
         decision = self.control.decide(
             self.step, is_last=is_last, sums=step.sums, nonfinite=step.nonfinite,
-            num_bad_samples=self.bad_samples.num_new,
+            num_bad_samples=self.bad_samples.num_new, own_report=self.window.reports.own,
         )  # fmt: skip
         if decision is None:
             return False
@@ -179,7 +175,7 @@ class Trainer:
             self.bad_samples.gather()
         has_diverged = decision.diverged and self.config.on_nonfinite is OnNonfinite.stop
         if decision.log or has_diverged:
-            self.log_window(epoch, decision)
+            self.window.close(epoch, decision)
         if has_diverged:
             step.nonfinite.fail(self.world, lr=step.lr)
         if decision.stop:
@@ -188,28 +184,6 @@ class Trainer:
             # Averaging for a save would make the training depend on how often it is saved.
             self.save() if sync.is_synchronized else self.control.postpone_save(self.step)
         return decision.stop
-
-    def log_window(self, epoch: int, decision: Decision) -> None:
-        """Record loss, accuracy and speed of the steps since the last log point, over all ranks."""
-        self.train_step.sums.reset()
-        values: dict[str, Value] = {"epoch": epoch, "train/loss": decision.loss, "train/top1": decision.top1}
-        values |= {"optim/lr": self.train_step.lr, "memory/peak_mb": peak_memory_mb(self.world.device)}
-        values |= self.timer.close_window(self.config.global_batch_size)
-        rate = self.timer.rates[-1]
-        values["throughput/images_per_second_per_rank"] = rate / self.world.world_size
-        values |= {f"throughput/{name}": value for name, value in self.utilizations(rate).items() if value is not None}
-        if len(self.timer.rates) == 1:  # the matrix product was just measured: its time is not the next window's
-            self.timer.restart()
-            reset_peak_memory(self.world.device)
-        self.loggers.scalars(values, self.step)
-        self.train_line = f"loss {decision.loss:.4f} · train {decision.top1:.4f} · {rate:,.0f} img/s"
-
-    def utilizations(self, rate: float | None) -> dict[str, float | None]:
-        """Return both utilizations of the devices of all ranks, which together train on `rate` images per second."""
-        if rate is None:
-            return {"matmul_utilization": None, "mfu": None}
-        per_device = rate / (self.world.world_size * self.train_step.sync.num_devices)
-        return {"matmul_utilization": self.utilization.of_matmul(per_device), "mfu": self.utilization.mfu(per_device)}
 
     # --- evaluation and saving ------------------------------------------------------------------
 
@@ -233,7 +207,7 @@ class Trainer:
         values |= {"samples/count": count, "samples/digest": SampleDigest.text(digest)}
         self.loggers.scalars(values, self.step)
         place, split = f"epoch {epoch + 1}/{self.config.epochs}", self.config.data.eval_split
-        logger.info("%s · %s · %s %.4f", place, self.train_line, split, result.top1)
+        logger.info("%s · %s · %s %.4f", place, self.window.line, split, result.top1)
         is_power_of_two = (epoch + 1) & epoch == 0
         if self.config.logger and (is_power_of_two or self.step >= self.last_step):
             log_scores(self.loggers, self.loaders, self.results.gather(self.world), self.step)
@@ -287,7 +261,7 @@ class Trainer:
 
     def summary(self, status: Status) -> Summary:
         """Return the result of this launch."""
-        rate = self.timer.median_rate()
+        rate = self.window.timer.median_rate()
         images = self.steps_per_epoch * self.config.global_batch_size
         durations = sorted(self.epoch_seconds)
         seconds_per_epoch = durations[len(durations) // 2] if durations else (images / rate if rate else None)
@@ -302,7 +276,7 @@ class Trainer:
             steps=self.step,
             seconds=self.progress.seconds(),
             images_per_second=rate,
-            **self.utilizations(rate),
+            **self.window.utilizations(rate),
             seconds_per_epoch=seconds_per_epoch,
             world_size=self.world.world_size,
             device=self.world.device.type,

@@ -26,7 +26,7 @@ from ddp_trainer.data.dataset import Datasets, build_datasets
 from ddp_trainer.data.decoding import shrink
 from ddp_trainer.data.file_index import load_index
 from ddp_trainer.data.image_files import ImageFiles
-from ddp_trainer.training.metrics import peak_memory_mb
+from ddp_trainer.health.memory import peak_memory_mb
 
 BUILD_KILLS, TRAIN_KILLS = trials(100), trials(20)
 

@@ -30,7 +30,7 @@ def test_phases_are_timed_separately() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     timer = StepTimer(CPU, model)
     for _ in timer.timed(slow_batches(3, NAP)):
-        timer.enter("forward/backward")
+        timer.enter("backward")
         time.sleep(2 * NAP)
         model(torch.ones(2, 3)).sum().backward()
         time.sleep(NAP)  # the gradients are ready: a strategy that overlaps waits here
@@ -53,7 +53,7 @@ def test_communication_begins_with_the_last_gradient_of_the_last_backward(is_fro
     model[0].requires_grad_(not is_frozen)  # the next layer's gradient is then the last
     timer = StepTimer(CPU, model)
     timer.steps = 1
-    timer.enter("forward/backward")
+    timer.enter("backward")
     for _ in range(passes):
         model(torch.ones(2, 3)).sum().backward()
         time.sleep(NAP)

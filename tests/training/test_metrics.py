@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_trainer.training.metrics import MetricSums, SampleDigest, peak_memory_mb
+from ddp_trainer.health.memory import peak_memory_mb
+from ddp_trainer.training.metrics import MetricSums, SampleDigest
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,176 @@
+"""What ranks report at log points: the own times of their steps and their memory, as tags and in ranks.jsonl."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.process_group import World
+from ddp_trainer.health.memory import current_memory_mb, peak_memory_mb
+from ddp_trainer.health.stragglers import Straggler, StragglerFinder
+
+logger = logging.getLogger(__name__)
+
+RANKS_FILE = "ranks.jsonl"
+MIN_BLOCK_STEPS = 10
+"""Own times are compared over blocks of so many steps, or of half a log window if that is longer."""
+MAX_VALUES = 100_000
+"""ranks.jsonl has at most about so many times; when it has more, each two of its rows become one."""
+
+Row = dict[str, Any]
+
+
+class RankReports:
+    """Collects this rank's numbers for a log point, and turns those of all ranks into tags and messages.
+
+    own_times: returns, for each step since its last call, the seconds of each of `phases`. shares: how many images
+    each rank has in a step. Collective: every rank must construct one.
+    """
+
+    def __init__(
+        self, own_times: Callable[[], list[list[float]]], phases: tuple[str, ...], *, world: World, shares: list[int],
+        log_every_steps: int, run_dir: Path,
+    ) -> None:  # fmt: skip
+        self.own_times, self.phases, self.world = own_times, phases, world
+        self.block_steps = max(MIN_BLOCK_STEPS, log_every_steps // 2)
+        self.hosts: list[str] = world.all_gather_object(socket.gethostname())
+        self.finder = StragglerFinder(phases, shares) if world.world_size > 1 else None
+        self.lanes = Lanes(run_dir / RANKS_FILE, max_rows=max(16, MAX_VALUES // (world.world_size * len(phases))))
+        self.is_warm = False
+        self.block, self.count = [0.0] * len(phases), 0
+
+    def start(self, step: int) -> None:
+        """Prepare for reports after optimizer step `step`; rows of an earlier launch past it are dropped."""
+        if self.world.is_main:
+            self.lanes.start(step)
+
+    def own(self) -> list[float]:
+        """Return this rank's numbers: memory, peak of memory, and the times of the blocks that are complete."""
+        blocks: list[float] = []
+        for seconds in self.own_times():
+            self.block, self.count = [a + b for a, b in zip(self.block, seconds, strict=True)], self.count + 1
+            if self.count == self.block_steps:
+                blocks += self.block
+                self.block, self.count = [0.0] * len(self.phases), 0
+        return [current_memory_mb(self.world.device), peak_memory_mb(self.world.device), *blocks]
+
+    def add(self, numbers: Tensor, step: int) -> dict[str, float | str]:
+        """Return the tags of a log point after optimizer step `step`. numbers: those of each rank, float64 [W, n]."""
+        memory, peak = numbers[:, 0], numbers[:, 1]
+        blocks = numbers[:, 2:].reshape(self.world.world_size, -1, len(self.phases))
+        tags: dict[str, float | str] = {"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())}
+        if not blocks.shape[1]:
+            return tags
+        end = step - self.count
+        begin = end - blocks.shape[1] * self.block_steps
+        milliseconds = 1e3 * blocks.sum(1) / (end - begin)
+        if self.world.is_main:
+            times = dict(zip(self.phases, milliseconds.T.tolist(), strict=True))
+            self.lanes.add({"step": end, "steps": end - begin, **times, "memory_mb": memory.tolist()})
+        if self.finder is None:
+            return tags
+        total = milliseconds.sum(1)
+        tags |= {"rank/own_ms_min": float(total.min()), "rank/own_ms_median": float(total.median())}
+        tags |= {"rank/own_ms_max": float(total.max()), "rank/slowest": int(total.argmax())}
+        return tags | self.find_straggler(blocks, begin)
+
+    def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
+        """Return the tags of the straggler, and log it when it changes. blocks: float64 [W, blocks, P]."""
+        assert self.finder is not None
+        was = self.finder.found
+        for number, block in enumerate(blocks.unbind(1)):
+            if self.is_warm:  # the first steps of a launch allocate memory and fill caches
+                self.finder.add(block, begin=begin + number * self.block_steps)
+            self.is_warm = True
+        found = self.finder.found
+        if (found and (found.rank, found.phase)) != (was and (was.rank, was.phase)):
+            logger.warning(self.text(found, was))
+        if found is None:
+            return {}
+        return {
+            "straggler/rank": found.rank,
+            "straggler/phase": found.phase,
+            "straggler/slowdown": found.slowdown,
+        }
+
+    def text(self, found: Straggler | None, was: Straggler | None) -> str:
+        """Return the message about a change of the straggler."""
+        if found is None:
+            assert was is not None
+            return f"rank {was.rank} on {self.hosts[was.rank]} is no longer slower than the others"
+        return (
+            f"rank {found.rank} on {self.hosts[found.rank]} is {found.slowdown:.0%} slower than the median in "
+            f"{found.phase} (since step {found.since:,})"
+        ).replace("%", " %")
+
+
+class Lanes:
+    """ranks.jsonl: rows of the times of all ranks, of limited number over any number of steps."""
+
+    def __init__(self, path: Path, *, max_rows: int) -> None:
+        self.path, self.max_rows = path, max_rows
+        self.rows: list[Row] = []
+        self.is_failing = False
+
+    def start(self, step: int) -> None:
+        """Read the rows of earlier launches, up to optimizer step `step`."""
+        with suppress(OSError):
+            self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
+            self.write("w", self.rows)
+
+    def add(self, row: Row) -> None:
+        """Append a row; each two become one when there are too many."""
+        self.rows.append({"time": time.time(), **row})
+        if len(self.rows) < self.max_rows:
+            return self.write("a", self.rows[-1:])
+        self.rows = [merge(*pair) for pair in zip(self.rows[::2], self.rows[1::2], strict=False)]
+        self.write("w", self.rows)
+
+    def write(self, mode: str, rows: list[Row]) -> None:
+        """Write `rows` to the file; a full disk is a warning, once."""
+        text = "".join(json.dumps(rounded(row)) + "\n" for row in rows)
+        try:
+            if mode == "w":
+                return replace_text(self.path, text)
+            with open(self.path, "a") as file:
+                file.write(text)
+            self.is_failing = False
+        except OSError as error:
+            if not self.is_failing:
+                logger.warning("%s was not written: %s", self.path, error)
+            self.is_failing = True
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the whole rows of ranks.jsonl; damaged lines are left out. OSError if it cannot be read."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("steps"), int):
+                rows.append(row)
+    return rows
+
+
+def merge(first: Row, second: Row) -> Row:
+    """Return one row for the steps of two; where the ranks differ, because a run was resumed on more, the second."""
+    steps = first["steps"] + second["steps"]
+    merged = dict(second) | {"steps": steps}
+    for name, values in second.items():
+        before = first.get(name)
+        if isinstance(values, list) and isinstance(before, list) and len(before) == len(values):
+            pairs = zip(before, values, strict=True)
+            merged[name] = [(a * first["steps"] + b * second["steps"]) / steps for a, b in pairs]
+    return merged
+
+
+def rounded(row: Row) -> Row:
+    """Return `row` with times to a microsecond, which makes the file smaller."""
+    return {name: [round(v, 3) for v in value] if isinstance(value, list) else value for name, value in row.items()}
