@@ -3,6 +3,7 @@
     python -m ddp_trainer doctor                                 # this host
     torchrun --nproc_per_node=2 -m ddp_trainer doctor            # the ranks of a job, on all its nodes
     launch/multinode.sh doctor                                   # the same, on the nodes that multinode.sh starts
+    python -m ddp_trainer doctor RUN_DIR                         # where the ranks are that train in RUN_DIR now
 
 Takes the keys of a run (device, backend, output_dir …). Exits with 0 if ready, with 2 and the reason if not.
 """
@@ -21,8 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_trainer.commands.command_line import run_command
-from ddp_trainer.config.errors import POSITIVE, USER_ERROR
+from ddp_trainer.commands.command_line import errors_as_exit_codes, run_command
+from ddp_trainer.commands.options import wants_help
+from ddp_trainer.config.errors import POSITIVE, USER_ERROR, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import (
     Environment,
@@ -32,6 +34,7 @@ from ddp_trainer.distributed.environment import (
     usable_cores,
 )
 from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.distributed.stack_exchange import stacks_of
 from ddp_trainer.launch.node_check.client import CLOCK_SECONDS
 from ddp_trainer.performance.timing import median_seconds
 
@@ -62,6 +65,11 @@ class Finding(NamedTuple):
 
 def main(words: Sequence[str]) -> None:
     """Examine and report, and exit with 0, 2 if a run cannot train here, or 1."""
+    if words and not wants_help(words) and "=" not in words[0] and not words[0].startswith("-"):
+        with errors_as_exit_codes():
+            require(len(words) == 1, "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …")
+            print(stacks_of(Path(words[0])), end="")
+        return
     run_command(doctor, DoctorOptions, words, description=__doc__ or "")
 
 

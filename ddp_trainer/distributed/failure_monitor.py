@@ -7,8 +7,8 @@ report anything, so it writes its error file in advance, with every heartbeat; t
 
 import json
 import os
-import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -33,11 +33,20 @@ from ddp_trainer.distributed.failure_report import (
 )
 from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.progress import ProgressClock
+from ddp_trainer.distributed.stack_exchange import EXPLAIN, SHOW, STACKS, StackExchange, write_processes
+from ddp_trainer.distributed.stacks import RankStack, absent_ranks, grouped_lines
 from ddp_trainer.registry import PluginError
 
 HEARTBEAT_SECONDS = 1.0
 MIN_SILENCE_SECONDS = 5 * HEARTBEAT_SECONDS
 """A shorter silence is no failure, because the thread may have to wait for the GIL or for a core."""
+STILL_SHARE = 0.8
+"""A rank that computes may stay in one phase for this share of the time limit of collectives."""
+COMPILATION = "compilation"
+"""The phase of torch.compile, which waits for compilers for as long as they take."""
+MAX_GROUPS = 12
+"""Lines about where ranks are, in a report on the console."""
 GRACE_SECONDS = 5.0
 """How long a rank that is not the root cause waits to be ended by the launcher."""
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "NCCL")
@@ -56,6 +65,10 @@ class RankStatus:
     step: int
     host: str
     pid: int
+    idle_seconds: float = 0.0
+    """How long it has neither gone on to another phase nor computed."""
+    still_seconds: float = 0.0
+    """How long it has not gone on to another phase."""
 
     def line(self, failure: str) -> str:
         """Return one line of a report."""
@@ -77,10 +90,12 @@ class FailureMonitor:
         timeout_seconds: float,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.phase, self.step = "start", 0
+        self._phase, self.step = "start", 0
+        self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
         self._world, self._environment, self._run_dir = world, environment, run_dir
         self._stop_requested = stop_requested
         self._max_silence = max(timeout_seconds / 2, MIN_SILENCE_SECONDS)
+        self._max_still = max(STILL_SHARE * timeout_seconds, self._max_silence)
         self._launcher = os.getppid()
         self._is_root_cause, self._lock = False, threading.Lock()  # the lock is for the flag and the error file
         prefix, port = "failure_monitor/" + world.broadcast_object(uuid.uuid4().hex), environment.master_port
@@ -88,10 +103,23 @@ class FailureMonitor:
         if environment.under_torchrun:
             store = dist.TCPStore(environment.master_addr, port, is_master=False, timeout=timedelta(seconds=10))
             self._store = dist.PrefixStore(prefix, store)
+        self._stacks = StackExchange(world, self._store, self._last_heartbeat)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
 
+    @property
+    def phase(self) -> str:
+        """What this rank is doing; setting it, to whatever it is, shows that there is progress."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self._progress.count += 1
+
     def __enter__(self) -> Self:
+        if self._world.is_main:
+            write_processes(self._stacks.processes, self._run_dir)
         self._publish()
         self._thread.start()
         return self
@@ -107,6 +135,7 @@ class FailureMonitor:
         self._thread.join()
         with suppress(dist.DistError):
             self._store.delete_key(f"status/{self._world.rank}")  # from here on silence is no failure
+        self._stacks.close()
         self._remove_error_file()
 
     # --- the thread -----------------------------------------------------------------------------
@@ -118,16 +147,23 @@ class FailureMonitor:
             if self._environment.under_torchrun and os.getppid() != self._launcher:
                 self._exit(1)  # torchrun was killed, and nothing else would end this process
             elapsed, last_time = time.monotonic() - last_time, time.monotonic()
+            # Limited, because this thread may have been stopped for longer, together with the other ranks.
+            elapsed = min(elapsed, 2 * HEARTBEAT_SECONDS)
+            self._progress.update(elapsed)
             try:
                 self._publish()
+                self._stacks.answer(self.phase, self.step)
                 if self._store.check(["root_cause"]) and not self._done.wait(GRACE_SECONDS):
                     self._exit(1)
                 status = self._status((self._world.rank + 1) % self._world.world_size)
-                # Limited, because this thread may have been stopped for longer, together with the other ranks.
-                silence = silence + min(elapsed, 2 * HEARTBEAT_SECONDS) if status == last_status else 0.0
+                silence = silence + elapsed if status == last_status else 0.0
                 last_status = status
                 if status is not None and silence > self._max_silence:
-                    self._end_job(status, silence)
+                    self._end_job(f"has not answered for {silence:.0f} s, in", status.rank)
+                if self._progress.idle_seconds > self._max_silence and self._is_hung():
+                    self._end_job(f"has made no progress for {self._progress.idle_seconds:.0f} s, in")
+                if self._stacks.file.has_grown():  # by SIGQUIT
+                    self._show_stacks()
             except dist.DistError:
                 continue  # the store ends together with torchrun, for which the loop checks
 
@@ -142,22 +178,68 @@ class FailureMonitor:
                 write_error_file(self._environment.error_file, text, since=time.time())
 
     def _own_status(self) -> RankStatus:
-        return RankStatus(self._world.rank, time.time(), self.phase, self.step, socket.gethostname(), os.getpid())
+        progress = self._progress
+        return RankStatus(
+            self._world.rank, time.time(), self.phase, self.step, socket.gethostname(), os.getpid(),
+            progress.idle_seconds, progress.still_seconds,
+        )  # fmt: skip
 
     def _status(self, rank: int) -> RankStatus | None:
         key = f"status/{rank}"
         return RankStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def _end_job(self, status: RankStatus, silence: float) -> NoReturn:
-        """Report the rank of `status`, which has sent no heartbeat for `silence` seconds, and end this process."""
-        lines = [status.line(f"has not answered for {silence:.0f} s, in")]
+    def _last_heartbeat(self, rank: int) -> tuple[float, str, int] | None:
+        status = self._status(rank)
+        return None if status is None else (status.heartbeat, status.phase, status.step)
+
+    def _is_hung(self) -> bool:
+        """Return whether the job hangs: this rank does nothing, and it either waits for no other or for all others."""
+        if self.phase == COMPILATION:
+            return False
+        own = self._stacks.own(self.phase, self.step)
+        others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
+        return not own.is_waiting or all(
+            status is None or status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
+            for status in others
+        )
+
+    def _end_job(self, failure: str, rank: int | None = None) -> NoReturn:
+        """Report a hang, by `rank` or, if None, by the rank that the others wait for, and end this process."""
+        since = time.time() - self._max_silence
+        stacks = self._stacks.ask(EXPLAIN, self.phase, self.step)
+        if stacks is None:  # another rank reports it, and this one finds the root cause
+            self._done.wait(2 * GRACE_SECONDS)
+            self._exit(1)
+        lines = self._hang_lines(stacks, failure, rank)
         if self._claim(lines):
-            self._report(lines, since=time.time() - silence)
-        first = self._world.rank - self._world.local_rank
-        if first <= status.rank < first + self._world.local_world_size:  # `pid` means that process here too
-            with suppress(OSError):  # the process may have ended
-                os.kill(status.pid, signal.SIGCONT)  # if it is stopped: it then finds the root cause and ends
+            path = self._write_stacks("hang.log", [*lines, "", *(stack.text() for stack in stacks)])
+            self._report([*lines, f"stacks: {path}"], since=since)
         self._exit(1)
+
+    def _hang_lines(self, stacks: list[RankStack], failure: str, rank: int | None) -> list[str]:
+        """Return the lines of the report of a hang: the rank, where it is, and where the others are."""
+        absent = [stacks[rank]] if rank is not None else absent_ranks(stacks)
+        if not absent:
+            return [f"all {len(stacks)} ranks wait for each other: {failure.removesuffix(', in')}; check the network",
+                    *grouped_lines(stacks)]  # fmt: skip
+        first = absent[0]
+        return [f"rank {first.rank} on {first.host} {failure} {first.phase} after step {first.step}",
+                *grouped_lines(stacks)[:MAX_GROUPS]]  # fmt: skip
+
+    def _show_stacks(self) -> None:
+        """Write the stacks of all ranks to stacks.log and to stderr."""
+        stacks = self._stacks.ask(SHOW, self.phase, self.step)
+        if stacks is not None:
+            lines = [*grouped_lines(stacks), "", *(stack.text() for stack in stacks)]
+            path = self._write_stacks(STACKS, lines)
+            with suppress(OSError):  # stderr may be closed
+                print(*lines[:MAX_GROUPS], f"stacks: {path}", sep="\n", file=sys.stderr, flush=True)
+
+    def _write_stacks(self, name: str, lines: list[str]) -> Path:
+        path = self._run_dir / name
+        with suppress(OSError):  # a full disk, for example
+            replace_text(path, "\n".join(lines) + "\n")
+        return path
 
     def _exit(self, code: int) -> NoReturn:
         """End this process from either thread, even if the other one is in a collective that never returns."""

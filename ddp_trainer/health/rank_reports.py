@@ -90,7 +90,7 @@ class RankReports:
                 self.finder.add(block, begin=begin + number * self.block_steps)
             self.is_warm = True
         found = self.finder.found
-        if (found and (found.rank, found.phase)) != (was and (was.rank, was.phase)):
+        if self.world.is_main and (found and (found.rank, found.phase)) != (was and (was.rank, was.phase)):
             logger.warning(self.text(found, was))
         if found is None:
             return {}

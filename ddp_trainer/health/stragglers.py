@@ -77,7 +77,7 @@ class StragglerFinder:
         ranks = {sample.slowest for sample in self._samples}
         rank = ranks.pop() if len(ranks) == 1 else None
         if rank is None:
-            if self.found is None or all(sample.slowdown[self.found.rank] < CLEARED for sample in self._samples):
+            if self.found is None or slowdown[self.found.rank] < CLEARED:
                 return None
             rank = self.found.rank
         excess = torch.stack([sample.excess[rank] for sample in self._samples]).sum(0)

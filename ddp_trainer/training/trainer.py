@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -12,8 +13,8 @@ from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Config, OnNonfinite
-from ddp_trainer.data.loaders import Loaders
-from ddp_trainer.distributed.failure_monitor import FailureMonitor
+from ddp_trainer.data.loaders import Batch, Loaders
+from ddp_trainer.distributed.failure_monitor import COMPILATION, FailureMonitor
 from ddp_trainer.loggers.base import LoggerGroup, Value
 from ddp_trainer.loggers.console import EpochProgress
 from ddp_trainer.scores.results import SampleResults
@@ -91,6 +92,8 @@ class Trainer:
 
     def prime(self) -> None:
         """Run the passes of `TrainStep.prime_ddp` on black images; ConfigError if the model does not return logits."""
+        if self.config.compile:
+            self.monitor.phase = COMPILATION
         config, passes = self.config, self.config.gradient_accumulation_steps
         smallest = config.global_batch_size // self.world.world_size // passes  # of the batches of a pass, on any rank
         is_exact = config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
@@ -193,7 +196,7 @@ class Trainer:
         step = self.train_step
         with averaged_statistics(step.evaluated, self.world):
             dtype = step.settings.autocast_dtype
-            self.results = evaluate(step.evaluated, self.loaders.eval, self.world.device, dtype)
+            self.results = evaluate(step.evaluated, self.evaluation_batches(), self.world.device, dtype)
         self.bad_samples.gather()
         result = mean_over_ranks(self.results, self.world)
         digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
@@ -212,6 +215,12 @@ class Trainer:
         if self.config.logger and (is_power_of_two or self.step >= self.last_step):
             log_scores(self.loggers, self.loaders, self.results.gather(self.world), self.step)
         return is_best
+
+    def evaluation_batches(self) -> Iterator[Batch]:
+        """Yield the batches of this rank; each of them is progress."""
+        for batch in self.loaders.eval:
+            self.monitor.phase = "evaluation"
+            yield batch
 
     def save(self, *, is_best: bool = False) -> None:
         """Save a checkpoint after checking that all replicas are equal. Collective: every rank must call this."""

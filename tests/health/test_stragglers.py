@@ -1,0 +1,104 @@
+"""The straggler: the right rank and phase soon, and no false alarm."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_trainer.health.stragglers import Straggler, StragglerFinder, compare, median_of_others
+
+PHASES = ["data", "forward", "backward", "optimizer"]
+BLOCK = 10
+
+
+def blocks(
+    shares: list[int], count: int, *, slow: int | None = None, phase: str = "backward", factor: float = 1.2,
+    noise: float = 0.03, hiccup: float = 0.1, step_seconds: float = 0.03, seed: int = 0,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the own times of blocks of steps, with some noise in all and long pauses in a few of them."""
+    chance = random.Random(seed)
+    typical = torch.tensor([0.02, 0.33, 0.6, 0.05], dtype=torch.float64) * step_seconds * BLOCK
+    made = []
+    for _ in range(count):
+        rows = []
+        for rank, share in enumerate(shares):
+            row = typical * share / max(shares)
+            row = row * torch.tensor([chance.gauss(1, noise) for _ in PHASES], dtype=torch.float64)
+            if chance.random() < hiccup / len(shares):
+                row[chance.randrange(len(PHASES))] += chance.uniform(0.05, 0.5) * step_seconds * BLOCK
+            if rank == slow:
+                row[PHASES.index(phase)] += (factor - 1) * typical.sum() * share / max(shares)
+            rows.append(row)
+        made.append(torch.stack(rows))
+    return made
+
+
+def found_after(finder: StragglerFinder, times: list[torch.Tensor], begin: int = 0) -> list[Straggler | None]:
+    """Return what is found after each block."""
+    found = []
+    for number, block in enumerate(times):
+        finder.add(block, begin=begin + number * BLOCK)
+        found.append(finder.found)
+    return found
+
+
+@pytest.mark.parametrize("shares", [[8, 8], [8, 8, 8], [8, 8, 8, 8], [65, 64, 64], [64, 64, 64, 63]])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slow_rank_is_named_within_fifty_steps(shares: list[int], phase: str, seed: int) -> None:
+    finder, slow = StragglerFinder(PHASES, shares), seed % len(shares)
+    assert not any(found_after(finder, blocks(shares, 20, seed=seed, hiccup=0)))
+    found = found_after(finder, blocks(shares, 5, slow=slow, phase=phase, seed=seed, hiccup=0), begin=200)
+    assert found[-1] is not None
+    assert (found[-1].rank, found[-1].phase) == (slow, phase)
+    assert found[-1].slowdown == pytest.approx(0.2, abs=0.05)
+    assert 180 <= found[-1].since <= 210
+
+
+@pytest.mark.parametrize("shares", [[8, 8], [2, 1], [3, 3, 2], [1, 1, 1, 1], [100, 99, 99, 99]])
+def test_quiet_ranks_with_pauses_now_and_then_are_never_named(shares: list[int]) -> None:
+    for seed in range(5):
+        assert not any(found_after(StragglerFinder(PHASES, shares), blocks(shares, 100, seed=seed)))
+
+
+def test_a_rank_with_a_larger_share_is_named_when_it_is_slow_by_the_image_too() -> None:
+    finder = StragglerFinder(PHASES, [3, 2])
+    found = found_after(finder, blocks([3, 2], 5, slow=0, factor=1.3))
+    assert found[-1] is not None
+    assert found[-1].rank == 0
+
+
+def test_a_rank_that_recovers_is_cleared_and_another_phase_is_named_only_if_it_costs_more() -> None:
+    finder, shares = StragglerFinder(PHASES, [8, 8, 8]), [8, 8, 8]
+    slow = [*blocks(shares, 5, slow=1, phase="data"), *blocks(shares, 10, slow=1, phase="backward")]
+    found = [straggler for straggler in found_after(finder, slow) if straggler]
+    assert {straggler.rank for straggler in found} == {1}
+    phases = [straggler.phase for straggler in found]
+    assert (phases[0], phases[-1]) == ("data", "backward")
+    assert sum(before != after for before, after in pairwise(phases)) == 1
+    assert found_after(finder, blocks(shares, 5, hiccup=0))[-1] is None
+
+
+def test_short_blocks_are_put_together() -> None:
+    finder = StragglerFinder(PHASES, [8, 8])
+    short = blocks([8, 8], 3, slow=0, step_seconds=0.001)  # 10 ms each
+    assert not any(found_after(finder, short))
+    assert found_after(finder, blocks([8, 8], 300, slow=0, step_seconds=0.001))[-1] is not None
+
+
+def test_the_median_is_that_of_the_other_ranks() -> None:
+    values = torch.rand(5, 3, dtype=torch.float64)
+    for number in range(2, 6):
+        some = values[:number]
+        others = [torch.cat([some[:rank], some[rank + 1 :]]).numpy() for rank in range(number)]
+        assert torch.equal(median_of_others(some), torch.stack([torch.tensor(np.median(o, axis=0)) for o in others]))
+
+
+def test_the_slowdown_is_that_of_the_whole_step() -> None:
+    seconds = torch.tensor([[1.0, 3.0], [1.0, 4.0], [1.0, 3.0]], dtype=torch.float64)
+    sample = compare(seconds, torch.ones(3, dtype=torch.float64), begin=0)
+    assert sample.slowdown.tolist() == pytest.approx([-1 / 9, 0.25, -1 / 9])
+    assert sample.excess[1].tolist() == [0.0, 1.0]
+    assert sample.slowest == 1
