@@ -48,6 +48,11 @@ class OnNonfinite(Enum):
     skip = "skip"
 
 
+class OnCorruption(Enum):
+    stop = "stop"
+    exclude = "exclude"
+
+
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every_steps: int | None = field(default=None, metadata=POSITIVE)
@@ -69,6 +74,14 @@ class EmaConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckConfig:
+    every_steps: int | None = field(default=None, metadata=POSITIVE)
+    """Every so many steps each rank's gradient is computed again on another rank and compared; null: never."""
+    on_corruption: OnCorruption = OnCorruption.stop
+    """What to do beside ending the job: stop: nothing; exclude: launch/slurm.sbatch requeues it without that node."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """One training run. Batch sizes are global: the share of a rank is derived from them."""
 
@@ -82,6 +95,7 @@ class Config:
     )
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=FREE)
     ema: EmaConfig = field(default_factory=EmaConfig)
+    check: CheckConfig = field(default_factory=CheckConfig, metadata=FREE)
 
     name: str = field(default=DEFAULT_NAME, metadata=FREE)
     """The run directory is <output_dir>/<name>."""
@@ -192,6 +206,11 @@ class Config:
             self.ema.decay is None or sync.supports_ema,
             f"ema.decay={self.ema.decay} needs parameters that are equal on all ranks after each step, and "
             f"sync={sync.name} does not keep them so: use sync=ddp, or ema.decay=null",
+        )
+        require(
+            self.check.every_steps is None or sync.supports_check,
+            f"check.every_steps={self.check.every_steps} compares the gradients of ranks, and sync={sync.name} has "
+            "several in one process: use sync=ddp, or check.every_steps=null",
         )
         require(
             self.precision is not Precision.fp16 or sync.supports_fp16,

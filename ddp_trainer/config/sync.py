@@ -51,6 +51,8 @@ class SyncConfig:
     """Whether parameters are equal on all ranks after each step."""
     supports_bf16: ClassVar[bool] = True
     supports_compile: ClassVar[bool] = True
+    supports_check: ClassVar[bool] = True
+    """Whether the model's own gradients are those of a rank's whole share, which check.every_steps compares."""
 
     name: str = MISSING
 
@@ -139,6 +141,7 @@ class LocalSGDConfig(SyncConfig):
 @dataclass(kw_only=True, slots=True)
 class ReplicasConfig(SyncConfig):
     single_process: ClassVar[bool] = True
+    supports_check: ClassVar[bool] = False
 
     name: str = "replicas"
     devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata=FREE | DEVICES)
@@ -149,6 +152,7 @@ class ReplicasConfig(SyncConfig):
 class DataParallelConfig(SyncConfig):
     single_process: ClassVar[bool] = True
     supports_bf16: ClassVar[bool] = False
+    supports_check: ClassVar[bool] = False
     supports_compile: ClassVar[bool] = False
 
     name: str = "data_parallel"

@@ -19,6 +19,7 @@ PHASES = {
     "optimizer": "optimizer",
     "between steps": "other",
     "control point": "other",
+    "check": "other",
 }
 """The phases of a step, with the names that they have in tags."""
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "between steps")

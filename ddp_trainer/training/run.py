@@ -34,6 +34,7 @@ from ddp_trainer.performance.step_timer import StepTimer
 from ddp_trainer.sync import build_sync
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.final_report import write_final_report
+from ddp_trainer.training.gradient_check import GradientCheck
 from ddp_trainer.training.log_window import build_log_window
 from ddp_trainer.training.optimizers import build_optimizer
 from ddp_trainer.training.schedulers import build_scheduler
@@ -167,6 +168,8 @@ def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: Non
         world=world,
         on_phase=enter,
     )
+    if config.check.every_steps is not None:
+        step.check = GradientCheck(step, every_steps=config.check.every_steps, deterministic=config.deterministic)
     return timer, step
 
 

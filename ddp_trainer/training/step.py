@@ -18,6 +18,7 @@ from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
+from ddp_trainer.training.gradient_check import GradientCheck
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 from ddp_trainer.training.optimizers import match_layout
 
@@ -72,6 +73,7 @@ class TrainStep:
         self.replica = sync.wrap(model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
         self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
+        self.check: GradientCheck | None = None
         self.count = 0
         """The number of optimizer steps taken, over all launches."""
         self.lr = 0.0
@@ -87,6 +89,9 @@ class TrainStep:
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
         seed_device(self.world.device, seed)
         statistics = flatten_buffers(self.model) if self.skips_nonfinite else None
+        check = self.check if self.check is not None and self.check.is_due else None
+        if check is not None:
+            check.watch()
         *early, last = self.split(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
@@ -95,6 +100,9 @@ class TrainStep:
         loss += self.backward(*last)
         self.on_phase("gradient sync")
         self.sync.before_step()  # .grad is now the mean over ranks
+        if check is not None:
+            self.on_phase("check")
+            check.compare(images, labels)
         self.on_phase("optimizer")
         self.clip_and_step(loss, statistics)
         self.on_phase("gradient sync")
@@ -130,17 +138,25 @@ class TrainStep:
 
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Add the gradients of a microbatch. Return its share of the global batch's mean loss []."""
-        settings = self.settings
         self.on_phase("forward")
+        loss, loss_sum, logits = self.loss(self.replica, images, labels)
+        self.sums.add(loss_sum, logits, labels)
+        self.on_phase("backward")
+        loss.backward()
+        return loss_sum / self.settings.global_batch_size
+
+    def loss(self, module: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what backward of a microbatch begins with [], the sum of its losses [], and its logits [B, C].
+
+        The last two are detached.
+        """
+        settings = self.settings
         with settings.autocast(self.world.device):
-            logits = self.replica(images)
+            logits = module(images)
         loss_sum = sum_of_losses(logits.float(), labels, label_smoothing=settings.label_smoothing)
         # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
         scale = self.world.world_size / settings.global_batch_size
-        self.sums.add(loss_sum.detach(), logits.detach(), labels)
-        self.on_phase("backward")
-        self.scaler.scale(loss_sum * scale).backward()
-        return loss_sum.detach() / settings.global_batch_size
+        return self.scaler.scale(loss_sum * scale), loss_sum.detach(), logits.detach()
 
     @property
     def skips_nonfinite(self) -> bool:

@@ -1,0 +1,198 @@
+"""The check for silent corruption: gradients are computed again on another rank and compared before they are used."""
+
+import platform
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_trainer.distributed.seeding import derive_seed, seed_device
+from ddp_trainer.sync.base import exchange
+from ddp_trainer.training.metrics import DesynchronizedError
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from ddp_trainer.training.step import TrainStep
+
+TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Difference of a projection of two gradients over their norm that rounding may cause: some 1,000 or 10 ulp."""
+
+
+class CorruptionError(DesynchronizedError):
+    """A rank computed something else than other ranks from the same numbers."""
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class GradientCheck:
+    """Compares this rank's gradient with the one that the next rank computes from the same batch.
+
+    Every ``every_steps`` steps each rank computes the gradient of the rank before it again, from that rank's share of
+    the batch, before the optimizer uses it. A difference is decided by a third computation. Collective: every rank
+    must construct one.
+    """
+
+    def __init__(self, step: "TrainStep", *, every_steps: int, deterministic: bool) -> None:
+        self.step, self.world, self.every_steps = step, step.world, every_steps
+        self.parameters = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+        self.hosts: list[str] = self.world.all_gather_object(socket.gethostname())
+        machines = self.world.all_gather_object(machine(self.world.device))
+        is_repeatable = self.world.device.type == "cpu" or deterministic
+        self.tolerance = None
+        """None: gradients must be bitwise equal."""
+        if not is_repeatable or len(set(machines)) > 1:
+            self.tolerance = TOLERANCES[step.settings.autocast_dtype or torch.float32]
+        self.checked = step.count
+        """The last step that was checked."""
+        self._prints: dict[int, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the current step is checked: the first after so many in which all ranks have the same parameters."""
+        is_later = (self.step.count + 1) // self.every_steps > self.checked // self.every_steps
+        return is_later and self.step.sync.is_synchronized
+
+    def watch(self) -> None:
+        """Take this rank's gradients as backward leaves them, before they are communicated."""
+
+        def take(number: int, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._prints[number] = self.describe(parameter.grad)
+
+        self._prints.clear()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda p, number=number: take(number, p))
+            for number, parameter in enumerate(self.parameters)
+        ]
+
+    def compare(self, images: Tensor, labels: Tensor) -> None:
+        """Compare the gradients of this step, and the parameters. Collective: every rank must call this.
+
+        Raises:
+            CorruptionError: on all ranks, if those of one differ.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self.checked = self.step.count + 1
+        own = self.combine([self._prints.get(number) for number in range(len(self.parameters))])
+        again = self.recompute(images, labels, shift=1)
+        model = bit_sum([parameter.detach() for parameter in self.parameters]).double()[None]
+        table = torch.stack(self.world.all_gather(torch.cat([own, again, model]))).cpu()
+        size = len(own)
+        owns, agains, models = table[:, :size], table[:, size : 2 * size].roll(-1, 0), table[:, -1].tolist()
+        if len(set(models)) > 1:
+            usual = max(models, key=models.count)
+            odd = [rank for rank, value in enumerate(models) if value != usual]
+            self.fail(odd[0] if len(models) > 2 else None, "holds other parameters than the rest")
+        differing = [rank for rank in range(len(owns)) if not self.are_equal(owns[rank], agains[rank])]
+        if differing:
+            third = torch.stack(self.world.all_gather(self.recompute(images, labels, shift=2))).cpu().roll(-2, 0)
+            self.decide(owns, agains, third, differing)
+
+    def decide(self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]) -> None:
+        """Name the rank whose computation differs from the two others of the same batch. Each is float64 [W, n]."""
+        votes: Counter[int] = Counter()
+        ranks = self.world.world_size
+        for rank in differing:
+            if self.are_equal(second[rank], third[rank]):
+                votes[rank] += 1
+            elif self.are_equal(own[rank], third[rank]) and ranks > 2:
+                votes[(rank + 1) % ranks] += 1
+            elif not self.are_equal(own[rank], third[rank]) and ranks > 2:
+                votes.update([rank, (rank + 1) % ranks])
+        (rank, count), *others = [*votes.most_common(), (None, 0)]
+        is_clear = rank is not None and (not others or others[0][1] < count)
+        self.fail(rank if is_clear else None, "computed another gradient than other ranks from the same images")
+
+    def fail(self, rank: int | None, what: str) -> None:
+        """Raise the error that names `rank`; None: it is one of them."""
+        hosts = ", ".join(dict.fromkeys(self.hosts))
+        who = f"rank {rank} on {self.hosts[rank]}" if rank is not None else f"one of the ranks (on {hosts})"
+        raise CorruptionError(
+            f"{who} {what}, in step {self.step.count}: nothing of this step was used or saved; the cause is faulty "
+            "memory, a faulty processor, or code that is not deterministic",
+            rank,
+        )
+
+    def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
+        """Return the description of the gradient of the rank `shift` places before this one, computed here."""
+        step, world = self.step, self.world
+        source = (world.rank - shift) % world.world_size
+        shape = torch.Size([len(range(source, step.settings.global_batch_size, world.world_size))])
+        if source != world.rank:
+            target = (world.rank + shift) % world.world_size
+            images, labels = (shifted(part, shape, source, target) for part in (images, labels))
+        buffers = [buffer.clone() for buffer in step.model.buffers()]
+        seed_device(world.device, derive_seed(step.settings.seed, step=step.count, purpose=f"rank {source}"))
+        total: list[Tensor | None] = [None] * len(self.parameters)
+        for part in step.split(images, labels):
+            loss, *_ = step.loss(step.model, *part)
+            found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            total = [new if old is None else old if new is None else old.add_(new)
+                     for old, new in zip(total, found, strict=True)]  # fmt: skip
+        with torch.no_grad():
+            for buffer, kept in zip(step.model.buffers(), buffers, strict=True):
+                buffer.copy_(kept)
+        return self.combine([None if gradient is None else self.describe(gradient) for gradient in total])
+
+    # --- descriptions of gradients --------------------------------------------------------------
+
+    def describe(self, gradient: Tensor) -> Tensor:
+        """Return what is compared of the gradient of one parameter: float64 [1] if bitwise, else [3]."""
+        if self.tolerance is None:
+            return bit_sum([gradient]).double()[None]
+        flat = gradient.detach().double().contiguous().view(-1)
+        signs = 1 - 2 * ((torch.arange(len(flat), device=flat.device) * 2654435761 >> 16) % 2)
+        return torch.stack([flat.square().sum(), flat.sum(), (flat * signs).sum()])
+
+    def combine(self, prints: Sequence[Tensor | None]) -> Tensor:
+        """Return one vector from those of all parameters; a parameter without a gradient has none."""
+        empty = torch.zeros(1 if self.tolerance is None else 3, dtype=torch.float64, device=self.world.device)
+        vectors = [empty if one is None else one for one in prints]
+        return torch.cat(vectors) if self.tolerance is None else torch.stack(vectors).sum(0)
+
+    def are_equal(self, first: Tensor, second: Tensor) -> bool:
+        """Return whether two descriptions are those of the same gradient."""
+        if self.tolerance is None:
+            return torch.equal(first, second)
+        norm = max(float(first[0]), float(second[0])) ** 0.5
+        return bool(((first - second)[1:].abs() <= self.tolerance * norm).all())
+
+
+def bit_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the bit patterns of float32 `tensors`, as int64 []: any single bit changes it."""
+    parts = [tensor.detach().float().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(parts).sum() % 2**52  # a float64 holds it exactly
+
+
+def shifted(mine: Tensor, length: torch.Size, source: int, target: int) -> Tensor:
+    """Send `mine`, [B, …], to the rank `target`, and return what `source` sent: [length, …], in the same layout."""
+    is_channels_last = mine.ndim == 4 and mine.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    received = torch.empty(*length, *mine.shape[1:], dtype=mine.dtype, device=mine.device, memory_format=layout)
+    out, into = (part.permute(0, 2, 3, 1) if is_channels_last else part for part in (mine, received))
+    exchange([dist.P2POp(dist.irecv, into, source), dist.P2POp(dist.isend, out.contiguous(), target)])
+    return received
+
+
+def machine(device: torch.device) -> str:
+    """Return what decides how `device` rounds: its model and the instructions that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

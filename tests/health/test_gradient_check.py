@@ -1,0 +1,148 @@
+"""Silent corruption: a flipped bit is found before its step is used, and the rank is named; no false alarm."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, compose, in_process_group, on_ranks
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ddp_trainer.config.models import LeNetConfig
+from ddp_trainer.config.schema import Precision
+from ddp_trainer.distributed.process_group import World
+from ddp_trainer.models.lenet import LeNet
+from ddp_trainer.sync import build_sync
+from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck
+from ddp_trainer.training.step import StepSettings, TrainStep
+
+BATCH, SHAPE = 13, (1, 12, 12)  # which no number of ranks divides
+
+
+def build(world: World, *overrides: str, precision: Precision = Precision.fp32, parts: int = 1) -> TrainStep:
+    torch.manual_seed(0)
+    model = LeNet(LeNetConfig(), image_shape=SHAPE, num_classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    settings = StepSettings(global_batch_size=BATCH, gradient_accumulation_steps=parts, precision=precision)
+    sync = build_sync(compose(*TINY, *overrides).sync, world)
+    step = TrainStep(model, sync, optimizer, LambdaLR(optimizer, lambda step: 1.0), settings=settings, world=world)
+    step.check = GradientCheck(step, every_steps=1, deterministic=False)
+    step.sync.begin()
+    step.begin_training()
+    return step
+
+
+def train(step: TrainStep, count: int, seed: int = 0) -> None:
+    """Take so many steps on this rank's shares of random batches."""
+    generator, share = torch.Generator().manual_seed(seed), slice(step.world.rank, None, step.world.world_size)
+    for _ in range(count):
+        images = torch.randn(BATCH, *SHAPE, generator=generator)
+        labels = torch.randint(10, (BATCH,), generator=generator)
+        step(images[share].contiguous(memory_format=torch.channels_last), labels[share])
+
+
+def flip(tensor: Tensor, place: int, bit: int) -> Tensor:
+    """Return a copy of `tensor` with one bit of one element flipped."""
+    changed = tensor.detach().clone(memory_format=torch.contiguous_format)
+    changed.view(-1).view(torch.int32)[place % tensor.numel()] ^= 1 << bit if bit < 31 else -(2**31)
+    return changed
+
+
+def corrupt(step: TrainStep, what: str, trial: int) -> Callable[[], object]:
+    """Flip a bit in the next step. Return what ends it."""
+    parameters = list(step.model.parameters())
+    parameter, place, bit = parameters[trial % len(parameters)], 7 * trial, (5 * trial) % 32
+    match what:
+        case "gradient":
+            return parameter.register_hook(lambda gradient: flip(gradient, place, bit)).remove
+        case "accumulated gradient":
+
+            def change(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                parameter.grad.copy_(flip(parameter.grad, place, bit))
+
+            return parameter.register_post_accumulate_grad_hook(change).remove
+        case "activation":
+            first = next(module for module in step.model.modules() if isinstance(module, nn.Conv2d))
+            # Of the largest value, or pooling would drop it and nothing would have happened.
+            return first.register_forward_hook(
+                lambda _module, _inputs, output: output + (flip(output, int(output.argmax()), 22) - output).detach()
+            ).remove
+        case _:
+            with torch.no_grad():
+                parameter.copy_(flip(parameter, place, bit))
+            return lambda: None
+
+
+def trials(what: str, numbers: range, precision: Precision) -> list[tuple[int, int | None, int]]:
+    """Return for each trial the corrupted rank, the named one (-1 if none was found), and the number of good steps."""
+    found = []
+    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+        for trial in numbers:
+            step, rank = build(world, precision=precision), trial % world.world_size
+            train(step, 2)
+            undo = corrupt(step, what, trial) if world.rank == rank else lambda: None
+            try:
+                train(step, 1, seed=trial)
+                found.append((rank, -1, step.count))
+            except CorruptionError as error:
+                found.append((rank, error.rank, step.count))
+            undo()
+    return found
+
+
+@pytest.mark.parametrize("what", ["gradient", "accumulated gradient", "activation", "parameter"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_flipped_bit_is_found_before_it_is_used_and_its_rank_is_named(what: str, ranks: int) -> None:
+    results = on_ranks(ranks, trials, what, range(25), Precision.fp32, deadline=240)
+    assert results == [results[0]] * ranks
+    assert [(named, count) for _, named, count in results[0]] == [(rank, 2) for rank, _, _ in results[0]]
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_two_ranks_find_it_and_name_the_one_that_is_not_repeatable(what: str) -> None:
+    results = on_ranks(2, trials, what, range(10), Precision.bf16, deadline=120)
+    named = Counter(named for _, named, _ in results[0])
+    assert set(named) == {None} if what == "parameter" else -1 not in named
+
+
+def quiet_steps(count: int, overrides: tuple[str, ...], precision: Precision, parts: int) -> int:
+    """Return how many steps were taken, all of them checked."""
+    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+        step = build(world, *overrides, precision=precision, parts=parts)
+        train(step, count)
+        assert step.check is not None
+        return step.check.checked
+
+
+STRATEGIES: list[tuple[Any, ...]] = [
+    (2, (), Precision.fp32, 1), (3, (), Precision.fp32, 2), (2, (), Precision.bf16, 1), (1, (), Precision.fp32, 1),
+    (3, ("sync=allreduce",), Precision.fp32, 1), (2, ("sync=ring",), Precision.fp32, 2),
+    (3, ("sync=parameter_server",), Precision.fp32, 1), (2, ("sync.comm_hook=fp16",), Precision.fp32, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "overrides", "precision", "parts"), STRATEGIES)
+def test_quiet_steps_raise_no_alarm_with_any_strategy(
+    ranks: int, overrides: tuple[str, ...], precision: Precision, parts: int
+) -> None:
+    assert on_ranks(ranks, quiet_steps, 60, overrides, precision, parts, deadline=120) == [60] * ranks
+
+
+def test_steps_apart_are_not_compared() -> None:
+    assert on_ranks(2, quiet_steps, 10, ("sync=local_sgd", "sync.every_steps=4"), Precision.fp32, 1) == [9, 9]
+
+
+def with_check(enabled: bool) -> list[float]:
+    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+        step = build(world)
+        if not enabled:
+            step.check = None
+        train(step, 5)
+        return torch.cat([parameter.detach().view(-1) for parameter in step.model.parameters()]).tolist()
+
+
+def test_the_check_does_not_change_the_training() -> None:
+    assert on_ranks(3, with_check, True) == on_ranks(3, with_check, False)
