@@ -13,7 +13,7 @@ import struct
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Environment:
     """torchrun's own process has the store of the rendezvous, so that a rank can connect at any time."""
     is_restart: bool = False
     """This launch has started this rank before: torchrun restarted it, or SLURM requeued the job."""
+    node: str = field(default_factory=socket.gethostname)
+    """The name of this node, as SLURM calls it where there is SLURM."""
     error_file: str | None = None
     """The file from which torchrun reads the cause of a failure."""
     stop_file: str | None = None
@@ -71,6 +73,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         "is_restart": was_started or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name)),
         "stop_file": variables.get("DDP_TRAINER_STOP_FILE") or None,
         "command": variables.get("DDP_TRAINER_COMMAND") or None,
+        "node": variables.get("SLURMD_NODENAME") or socket.gethostname(),
         "has_agent_store": variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     }
     present = [name for name in ("RANK", "WORLD_SIZE") if name in variables]

@@ -5,20 +5,16 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.sync.base import exchange
 from ddp_trainer.training.metrics import DesynchronizedError
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from ddp_trainer.training.step import TrainStep
+from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Difference of a projection of two gradients over their norm that rounding may cause: some 1,000 or 10 ulp."""
@@ -40,7 +36,7 @@ class GradientCheck:
     must construct one.
     """
 
-    def __init__(self, step: "TrainStep", *, every_steps: int, deterministic: bool) -> None:
+    def __init__(self, step: TrainStep, *, every_steps: int, deterministic: bool) -> None:
         self.step, self.world, self.every_steps = step, step.world, every_steps
         self.parameters = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
         self.hosts: list[str] = self.world.all_gather_object(socket.gethostname())

@@ -4,8 +4,8 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.config.loggers import LoggerConfig
-from ddp_trainer.config.schema import Config, Precision, Resume
+from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
@@ -34,7 +34,7 @@ from ddp_trainer.performance.step_timer import StepTimer
 from ddp_trainer.sync import build_sync
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.final_report import write_final_report
-from ddp_trainer.training.gradient_check import GradientCheck
+from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck
 from ddp_trainer.training.log_window import build_log_window
 from ddp_trainer.training.optimizers import build_optimizer
 from ddp_trainer.training.schedulers import build_scheduler
@@ -51,6 +51,8 @@ RESTART_SECONDS = 3.0
 torchrun stops all ranks of an elastic job when a node comes back. An agent that sees its ranks end before it has
 noticed that node would take the job for finished, and not take part in the restart.
 """
+EXCLUDED_NODES = "excluded_nodes"
+"""The file with the nodes that launch/slurm.sbatch excludes when it requeues its job, a line each."""
 STOPPED = "stopped"
 """The file that marks a run that was stopped gracefully and is not finished."""
 
@@ -83,27 +85,55 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         )  # fmt: skip
         loggers = stack.enter_context(loggers_of_main(config.logger.values(), run_dir, world))
         checkpoints = stack.enter_context(CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world))
-        with disable_gc():  # DDP imports the compiler
-            timer, step = build_step(begun, partial(setattr, monitor, "phase"))
-        control = ControlPoint(
-            world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=stop.poll
+        trainer = build_trainer(
+            begun, run_dir, checkpoints=checkpoints, loggers=loggers, monitor=monitor, should_stop=stop.poll
         )
-        loaders = begun.build_loaders()
-        window = build_log_window(
-            step, timer, loaders, loggers, log_every_steps=config.log_every_steps, run_dir=run_dir
-        )
-        trainer = Trainer(
-            config, step=step, window=window, loaders=loaders, checkpoints=checkpoints, loggers=loggers,
-            control=control, monitor=monitor,
-        )  # fmt: skip
         log_header(trainer, begun.datasets, run_dir)
-        summary = trainer.fit()
+        with excluding_faulty_nodes(config.check.on_corruption, environment, world, run_dir):
+            summary = trainer.fit()
         checkpoints.wait()
         record_summary(summary, run_dir, loggers, to_builtins(config), is_main=world.is_main)
         write_final_report(trainer, begun.datasets)
-        del trainer, step, timer, window  # no DDP module may outlive the process group
+        del trainer  # no DDP module may outlive the process group
     stay_for_restart(environment, was_stopped=summary.status is Status.stopped and not stop.is_set)
     return summary
+
+
+def build_trainer(
+    begun: Start, run_dir: Path, *, checkpoints: CheckpointStore, loggers: LoggerGroup, monitor: FailureMonitor,
+    should_stop: Callable[[], bool],
+) -> Trainer:  # fmt: skip
+    """Return the trainer of a run in `run_dir`, with its model. Collective: every rank must call this."""
+    config, loaders = begun.config, begun.build_loaders()
+    with disable_gc():  # DDP imports the compiler
+        timer, step = build_step(begun, partial(setattr, monitor, "phase"))
+    control = ControlPoint(
+        begun.world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=should_stop
+    )
+    window = build_log_window(step, timer, loaders, loggers, log_every_steps=config.log_every_steps, run_dir=run_dir)
+    return Trainer(
+        config, step=step, window=window, loaders=loaders, checkpoints=checkpoints, loggers=loggers, control=control,
+        monitor=monitor,
+    )  # fmt: skip
+
+
+@contextmanager
+def excluding_faulty_nodes(
+    on_corruption: OnCorruption, environment: Environment, world: World, run_dir: Path
+) -> Iterator[None]:
+    """Write the node of a rank that computes wrong numbers where launch/slurm.sbatch finds the nodes to exclude.
+
+    Collective: every rank must call this.
+    """
+    nodes = world.all_gather_object(environment.node)
+    try:
+        yield
+    except CorruptionError as error:
+        if world.is_main and on_corruption is OnCorruption.exclude and error.rank is not None:
+            path = run_dir / EXCLUDED_NODES
+            known = path.read_text().split() if path.exists() else []
+            write_output(path, "\n".join(dict.fromkeys([*known, nodes[error.rank]])) + "\n")
+        raise
 
 
 def stay_for_restart(environment: Environment, *, was_stopped: bool) -> None:

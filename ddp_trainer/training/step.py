@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
-from ddp_trainer.training.gradient_check import GradientCheck
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 from ddp_trainer.training.optimizers import match_layout
 
@@ -49,6 +48,23 @@ class StepSettings:
         return torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
 
+class StepCheck(Protocol):
+    """A check of the gradients of some steps."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the current step is checked."""
+        ...
+
+    def watch(self) -> None:
+        """Prepare for backward."""
+        ...
+
+    def compare(self, images: Tensor, labels: Tensor) -> None:
+        """Check the gradients before they are used; an exception ends the training."""
+        ...
+
+
 class TrainStep:
     """Forward, backward, gradient accumulation, clipping, loss scaling, optimizer and schedule.
 
@@ -73,7 +89,7 @@ class TrainStep:
         self.replica = sync.wrap(model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
         self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
-        self.check: GradientCheck | None = None
+        self.check: StepCheck | None = None
         self.count = 0
         """The number of optimizer steps taken, over all launches."""
         self.lr = 0.0

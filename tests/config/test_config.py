@@ -16,7 +16,7 @@ from ddp_trainer.config.data import FileAugmentConfig
 from ddp_trainer.config.errors import ConfigError, check_values, flatten_keys
 from ddp_trainer.config.messages import in_words, known_keys
 from ddp_trainer.config.models import ModelConfig
-from ddp_trainer.config.schema import CheckpointConfig, Config, EmaConfig, Resume
+from ddp_trainer.config.schema import CheckConfig, CheckpointConfig, Config, EmaConfig, Resume
 from ddp_trainer.config.sync import DDPConfig
 
 CHOICES = [(group, choice) for group in registry.groups() for choice in registry.choices(group)]
@@ -121,9 +121,9 @@ def test_the_number_of_ranks_is_checked_against_the_batch() -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    sections = {"augment", "checkpoint", "ema", *registry.groups()}
+    sections = {"augment", "check", "checkpoint", "ema", *registry.groups()}
     choices = [registry.choices(group)[choice].schema for group, choice in CHOICES]
-    for schema in (Config, CheckpointConfig, EmaConfig, FileAugmentConfig, *choices):
+    for schema in (Config, CheckConfig, CheckpointConfig, EmaConfig, FileAugmentConfig, *choices):
         names = {field.name for field in fields(schema)} - sections - ({"name"} if schema in choices else set())
         assert names <= {name for name, text in field_docstrings(schema).items() if text}, schema
 
@@ -135,6 +135,7 @@ def test_a_schema_that_is_not_registered_is_refused() -> None:
 
 SCHEMAS = [
     Config,
+    CheckConfig,
     CheckpointConfig,
     EmaConfig,
     FileAugmentConfig,
