@@ -169,7 +169,7 @@ def absent_ranks(stacks: Sequence[RankStack]) -> list[RankStack]:
         return behind
     places = Counter((stack.phase, stack.place) for stack in stacks)
     if len(places) == 1:
-        return []
+        return list(absent)
     fewest = min(places.values())
     return [stack for stack in stacks if places[stack.phase, stack.place] == fewest]
 

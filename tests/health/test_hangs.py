@@ -1,0 +1,119 @@
+"""A rank whose main thread is stuck: one report names it, its place and its phase, and the job ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import TINY, clean_environment, launch, run_command, torchrun, trials, wait_for
+
+from ddp_trainer.distributed.stack_exchange import read_processes
+from ddp_trainer.distributed.stacks import Frame, RankStack, absent_ranks, grouped_lines, parse
+
+HANGING = str(Path(__file__).with_name("hanging.py"))
+PHASES = {
+    "loader": "data", "forward": "forward", "collective": "data|evaluation", "evaluation": "evaluation",
+    "save": "save", "logger": "data|evaluation",
+}  # fmt: skip
+
+
+def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
+    """Train on two ranks until one is stuck, and check the report and that nothing is left."""
+    words = [*TINY, f"output_dir={folder}", "name=run", f"timeout_seconds={seconds}", "log_every_steps=3"]
+    done = run_command([*torchrun(2), HANGING, *words], STUCK=f"{rank}:{where}:2", deadline=240)
+    assert done.code == 1, done.output
+    first = rf"rank {rank} on \S+ has made no progress for \d+ s, in ({PHASES[where]}) after step \d+\n"
+    assert re.search(rf"traceback : {first}", done.output), done.output
+    assert re.search(rf"rank {rank}: .*hanging\.py:\d+ in stuck_here", done.output), done.output
+    text = (folder / "run/hang.log").read_text()
+    assert re.match(first, text)
+    assert f"rank {1 - rank} on" in text
+    assert not any(Path(f"/proc/{process.pid}").exists() for process in read_processes(folder / "run"))
+
+
+@pytest.mark.fault("the main thread of a rank stuck")
+@pytest.mark.parametrize(("where", "rank"), [("loader", 1), ("evaluation", 0)])
+def test_a_stuck_rank_is_named_with_its_place(where: str, rank: int, tmp_path: Path) -> None:
+    hang(tmp_path, where, rank, seconds=16)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1500)
+@pytest.mark.fault("the main thread of a rank stuck, in any phase")
+def test_a_stuck_rank_is_named_wherever_it_is_stuck(tmp_path: Path) -> None:
+    cases = [(where, rank if where != "logger" else 0) for where in PHASES for rank in (0, 1)]
+    chosen = [cases[trial % len(cases)] for trial in range(trials(36))]
+    with ThreadPoolExecutor(3) as pool:  # most of the time they wait
+        jobs = [
+            pool.submit(hang, tmp_path / str(number), where, rank, seconds=40)
+            for number, (where, rank) in enumerate(chosen)
+        ]
+        for job in jobs:
+            job.result()
+
+
+def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path: Path) -> None:
+    words = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    with subprocess.Popen(
+        words, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as job:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
+        try:
+            for _ in range(2):
+                shown = launch("doctor", str(tmp_path / "run"))
+                assert shown.code == 0, shown.output
+                assert re.search(r"^rank 0 on \S+, in .* after step \d+:\n  /", shown.output, re.MULTILINE)
+                assert re.search(r"^rank 1 on ", shown.output, re.MULTILINE)
+                assert "train_epoch" in shown.output or "fit" in shown.output
+            assert job.poll() is None
+        finally:
+            os.kill(job.pid, signal.SIGTERM)
+            job.wait(timeout=60)
+    ended = launch("doctor", str(tmp_path / "run"))
+    assert (ended.code, ended.output) == (2, f"error: no job is running in {tmp_path / 'run'}\n")
+
+
+# --- who is absent ------------------------------------------------------------------------------
+
+REDUCE = Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
+BACKWARD = Frame("/x/site-packages/torch/autograd/graph.py", 800, "_engine_run_backward")
+LOAD = Frame("/home/me/images.py", 12, "read")
+
+
+def at(rank: int, frame: Frame, phase: str = "backward", step: int = 7) -> RankStack:
+    return RankStack(rank, "node", phase, step, [frame])
+
+
+@pytest.mark.parametrize(
+    ("stacks", "absent"),
+    [
+        ([at(0, BACKWARD), at(1, LOAD, "data"), at(2, BACKWARD)], [1]),
+        ([at(0, BACKWARD), at(1, REDUCE, "data"), at(2, BACKWARD)], [1]),
+        ([at(0, REDUCE, step=8), at(1, REDUCE, step=7)], [1]),
+        ([at(0, BACKWARD), at(1, BACKWARD)], []),
+        ([at(0, LOAD, "data")], [0]),
+        ([at(0, LOAD, "data"), at(1, LOAD, "data"), at(2, LOAD, "forward")], [2]),
+    ],
+)
+def test_the_absent_ranks_are_those_that_the_others_wait_for(stacks: list[RankStack], absent: list[int]) -> None:
+    assert [stack.rank for stack in absent_ranks(stacks)] == absent
+
+
+def test_ranks_in_one_place_share_a_line() -> None:
+    lines = grouped_lines([at(0, BACKWARD), at(1, LOAD, "data"), at(2, BACKWARD)])
+    assert lines[0] == "rank 1: data after step 7, at /home/me/images.py:12 in read"
+    assert lines[1].startswith("ranks 0, 2: backward after step 7")
+
+
+def test_the_text_of_faulthandler_is_read() -> None:
+    text = subprocess.run(
+        [sys.executable, "-c", "import faulthandler, threading\n"
+         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+         "def stuck(): faulthandler.dump_traceback(all_threads=True)\nstuck()"],
+        capture_output=True, text=True, check=True,
+    ).stderr  # fmt: skip
+    assert [frame.name for frame in parse(text)] == ["stuck", "<module>"]
