@@ -43,8 +43,8 @@ MIN_SILENCE_SECONDS = 5 * HEARTBEAT_SECONDS
 """A shorter silence is no failure, because the thread may have to wait for the GIL or for a core."""
 STILL_SHARE = 0.8
 """A rank that computes may stay in one phase for this share of the time limit of collectives."""
-COMPILATION = "compilation"
-"""The phase of torch.compile, which waits for compilers for as long as they take."""
+COMPILATION, END = "compilation", "end"
+"""The phases that may take any time: torch.compile waits for compilers, and the end of a run for files and loggers."""
 MAX_GROUPS = 12
 """Lines about where ranks are, in a report on the console."""
 GRACE_SECONDS = 5.0
@@ -194,7 +194,7 @@ class FailureMonitor:
 
     def _is_hung(self) -> bool:
         """Return whether the job hangs: this rank does nothing, and it either waits for no other or for all others."""
-        if self.phase == COMPILATION:
+        if self.phase in (COMPILATION, END):
             return False
         own = self._stacks.own(self.phase, self.step)
         others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]

@@ -21,7 +21,7 @@ from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
-from ddp_trainer.distributed.failure_monitor import FailureMonitor
+from ddp_trainer.distributed.failure_monitor import END, FailureMonitor
 from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.memory import disable_gc
@@ -91,6 +91,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         log_header(trainer, begun.datasets, run_dir)
         with excluding_faulty_nodes(config.check.on_corruption, environment, world, run_dir):
             summary = trainer.fit()
+        monitor.phase = END  # files and loggers may take as long as they need
         checkpoints.wait()
         record_summary(summary, run_dir, loggers, to_builtins(config), is_main=world.is_main)
         write_final_report(trainer, begun.datasets)

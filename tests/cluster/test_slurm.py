@@ -204,6 +204,19 @@ def test_after_a_failed_node_check_the_job_is_requeued_and_takes_another_port(jo
     assert output.count("failed (exit code 1): requeueing job") == 1
 
 
+def test_a_node_that_computes_wrong_numbers_is_excluded_when_the_job_is_requeued(jobs: Jobs) -> None:
+    flaky = jobs.slurm.nodes[1]
+    plugin = {"DDP_TRAINER_PLUGINS": "flaky_node", "FLAKY_NODE": flaky, "PYTHONPATH": str(Path(__file__).parent)}
+    words = (*SHORT, "epochs=4", "checkpoint.every_steps=2", "check.every_steps=1", "check.on_corruption=exclude")
+    job = jobs.submit(*words, "name=run", options=("--nodes=3",), **plugin)
+    output = jobs.finish(job)
+    assert f"CorruptionError: rank 1 on {socket.gethostname()} computed another gradient" in output
+    assert (jobs.folder / "run" / "excluded_nodes").read_text().split() == [flaky]
+    [record] = jobs.slurm.show(job)
+    assert (record["ExcNodeList"], record["Restarts"]) == (flaky, "1"), output
+    assert newest_checkpoint(jobs.folder / "run")["step"] == read_summary(jobs.folder / "run")["steps"]
+
+
 # --- what no restart can mend ----------------------------------------------------------------------
 
 
