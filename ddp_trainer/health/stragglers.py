@@ -13,7 +13,7 @@ SAMPLES = 3
 """It is named after so many samples in a row, because a machine may do something else for a moment."""
 SAMPLE_SECONDS = 0.1
 """A sample is at least so long: shorter ones show how the kernel schedules processes."""
-PHASE_MARGIN = 1.2
+PHASE_MARGIN = 2.0
 """Another phase of the named rank has to cost so many times more before it is named instead."""
 
 
