@@ -109,7 +109,7 @@ class FailureMonitor:
 
     @property
     def phase(self) -> str:
-        """What this rank is doing; setting it, to whatever it is, shows that there is progress."""
+        """The current phase of this rank; each assignment counts as progress."""
         return self._phase
 
     @phase.setter

@@ -1,4 +1,4 @@
-"""Where the main threads of ranks are: their Python stacks, and which ranks wait for others."""
+"""The Python stacks of the main threads of ranks, and which ranks wait for others."""
 
 import faulthandler
 import os
@@ -38,7 +38,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankStack:
-    """Where a rank is."""
+    """The phase, the step and the stack of a rank."""
 
     rank: int
     host: str
@@ -128,6 +128,8 @@ def frames_by_signal(pid: int, number: int, *, wake: bool) -> list[Frame]:
     number: that of its `StackFile`. wake: continue it if it is stopped, because a stopped process does not answer.
     """
     path = Path(f"/proc/{pid}/fd/{number}")
+    if not StackFile.exists(pid, number):  # another process that has this number now would be ended by SIGQUIT
+        return []
     try:
         size = path.stat().st_size
         os.kill(pid, signal.SIGQUIT)

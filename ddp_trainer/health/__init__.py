@@ -1,1 +1,1 @@
-"""What ranks report about themselves while they train: their own times, their memory, and the rank that slows all."""
+"""Measurements of each rank during training: its own times and memory, and the slowest rank."""

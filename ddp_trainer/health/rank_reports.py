@@ -1,4 +1,4 @@
-"""What ranks report at log points: the own times of their steps and their memory, as tags and in ranks.jsonl."""
+"""The times and memory of all ranks at log points, as tags and in ranks.jsonl."""
 
 import json
 import logging
