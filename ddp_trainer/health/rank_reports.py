@@ -41,7 +41,7 @@ class RankReports:
         self.own_times, self.phases, self.world = own_times, phases, world
         self.block_steps = max(MIN_BLOCK_STEPS, log_every_steps // 2)
         self.hosts: list[str] = world.all_gather_object(socket.gethostname())
-        self.finder = StragglerFinder(phases, shares) if world.world_size > 1 else None
+        self.finder = StragglerFinder(phases, shares) if world.is_main and world.world_size > 1 else None
         self.lanes = Lanes(run_dir / RANKS_FILE, max_rows=max(16, MAX_VALUES // (world.world_size * len(phases))))
         self.is_warm = False
         self.block, self.count = [0.0] * len(phases), 0
@@ -90,7 +90,7 @@ class RankReports:
                 self.finder.add(block, begin=begin + number * self.block_steps)
             self.is_warm = True
         found = self.finder.found
-        if self.world.is_main and (found and (found.rank, found.phase)) != (was and (was.rank, was.phase)):
+        if (found and (found.rank, found.phase)) != (was and (was.rank, was.phase)):
             logger.warning(self.text(found, was))
         if found is None:
             return {}

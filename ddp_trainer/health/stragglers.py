@@ -1,5 +1,6 @@
 """Finds the straggler: the rank whose own work takes longer than that of the others, which wait for it."""
 
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NAMED, CLEARED = 0.1, 0.05
+NAMED, CLEARED = 0.08, 0.04
 """A rank is named when its steps take so much longer than the median of the others, and cleared below the second."""
-SAMPLES = 3
-"""It is named after so many samples in a row, because a machine may do something else for a moment."""
 SAMPLE_SECONDS = 0.1
 """A sample is at least so long: shorter ones show how the kernel schedules processes."""
+WINDOWS = {3: 3, 11: 7, 45: 24}
+"""It has to be slow in 3 samples of 3, in 7 of 11 or in 24 of 45: a short window is quick, a long one sees through noise.
+
+The slowdown of a window is that of the last sample that counts: the third largest, the seventh, the 24th."""
+MIN_PAST, MAX_PAST = 7, 20
+"""The noise of the machine is measured in so many times the length of a window, before it."""
+NOISE_FACTOR = 4.5
+"""A rank is named only if its window is slower by so many standard deviations of the windows before."""
 PHASE_MARGIN = 2.0
 """Another phase of the named rank has to cost so many times more before it is named instead."""
 
@@ -40,24 +47,21 @@ class Sample:
     excess: Tensor
     """float64 [W, P]: the seconds by which a phase is longer than that of the other ranks."""
 
-    @property
-    def slowest(self) -> int | None:
-        """The rank that is slow enough to be named; None if there is none."""
-        rank = int(self.slowdown.argmax())
-        return rank if self.slowdown[rank] >= NAMED else None
-
 
 class StragglerFinder:
-    """Compares the own times of ranks. Every rank adds the same times, and comes to the same result.
+    """Compares the own times of ranks, over windows of samples.
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
-    only if it is slow both by the step and by the image, so that a larger share of the batch is no fault.
+    only if it is slow both by the step and by the image, so that a larger share of the batch is no fault. How much
+    slower it must be is `NAMED`, and more on a machine whose ranks differ from one moment to the next.
     """
 
     def __init__(self, phases: Sequence[str], shares: Sequence[int]) -> None:
         self.phases, self.shares = phases, torch.tensor(shares, dtype=torch.float64)
         self.found: Straggler | None = None
-        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._samples: deque[Sample] = deque(maxlen=max(WINDOWS))
+        self._past: dict[int, deque[Tensor]] = {length: deque(maxlen=(MAX_PAST + 1) * length) for length in WINDOWS}
+        self._length = min(WINDOWS)
         self._begin: int | None = None
         self._seconds = torch.zeros(len(shares), len(phases), dtype=torch.float64)
 
@@ -68,24 +72,51 @@ class StragglerFinder:
         if self._seconds.sum(1).median() >= SAMPLE_SECONDS:
             self._samples.append(compare(self._seconds, self.shares, begin=self._begin))
             self._begin, self._seconds = None, torch.zeros_like(self._seconds)
-            if len(self._samples) == SAMPLES:
-                self.found = self._find()
+            self._find()
 
-    def _find(self) -> Straggler | None:
-        """Return the straggler by the last samples, which may be the one that is named already."""
-        slowdown = torch.stack([sample.slowdown for sample in self._samples]).mean(0)
-        ranks = {sample.slowest for sample in self._samples}
-        rank = ranks.pop() if len(ranks) == 1 else None
-        if rank is None:
-            if self.found is None or slowdown[self.found.rank] < CLEARED:
-                return None
-            rank = self.found.rank
-        excess = torch.stack([sample.excess[rank] for sample in self._samples]).sum(0)
-        phase, since = int(excess.argmax()), self._samples[0].begin
-        if self.found is not None and self.found.rank == rank:
+    def _find(self) -> None:
+        """Name, keep or clear the straggler by the samples so far."""
+        samples = list(self._samples)
+        windows = {length: slowdown_of(samples[-length:]) for length in WINDOWS if len(samples) >= length}
+        slow = [(length, int(window.argmax())) for length, window in windows.items() if self._is_slow(length, window)]
+        if slow or self.found is not None:
+            length, rank = slow[0] if slow or self.found is None else (self._length, self.found.rank)
+            self._name(rank, samples[-length:])
+            if self.found is not None and self.found.slowdown < CLEARED:
+                self.found = None
+                self._samples.clear()
+        else:
+            for length, window in windows.items():
+                self._past[length].append(window)
+
+    def _is_slow(self, length: int, window: Tensor) -> bool:
+        """Return whether a rank is slow by the slowdown [W] of the last `length` samples, and not just by noise."""
+        rank = int(window.argmax())
+        if window[rank] < NAMED:
+            return False
+        past = [float(before[rank]) for before in self._past[length]]
+        past = past[:-length] if self.found is None else past  # without those that share samples with this one
+        return len(past) >= MIN_PAST * length and float(window[rank]) >= NOISE_FACTOR * statistics.pstdev(past)
+
+    def _name(self, rank: int, samples: list[Sample]) -> None:
+        """Name `rank`, which was slow in the last `samples`, and its phase that costs the most now."""
+        slowdown = statistics.median(float(sample.slowdown[rank]) for sample in samples)
+        excess = torch.stack([sample.excess[rank] for sample in samples]).sum(0)
+        phase, since = int(excess.argmax()), samples[0].begin
+        if self.found is None:
+            for length, past in self._past.items():  # the last windows have samples of the straggler
+                for _ in range(min(length, len(past))):
+                    past.pop()
+        elif self.found.rank == rank:
             since, named = self.found.since, self.phases.index(self.found.phase)
             phase = phase if excess[phase] > PHASE_MARGIN * excess[named] else named
-        return Straggler(rank, self.phases[phase], float(slowdown[rank]), since)
+        self.found, self._length = Straggler(rank, self.phases[phase], slowdown, since), len(samples)
+
+
+def slowdown_of(samples: Sequence[Sample]) -> Tensor:
+    """Return the slowdown of each rank in a window of `samples`: float64 [W]."""
+    slowdowns = torch.stack([sample.slowdown for sample in samples])
+    return slowdowns.kthvalue(len(samples) - WINDOWS[len(samples)] + 1, 0).values
 
 
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:

@@ -49,12 +49,12 @@ def found_after(finder: StragglerFinder, times: list[torch.Tensor], begin: int =
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_rank_is_named_within_fifty_steps(shares: list[int], phase: str, seed: int) -> None:
     finder, slow = StragglerFinder(PHASES, shares), seed % len(shares)
-    assert not any(found_after(finder, blocks(shares, 20, seed=seed, hiccup=0)))
-    found = found_after(finder, blocks(shares, 5, slow=slow, phase=phase, seed=seed, hiccup=0), begin=200)
+    assert not any(found_after(finder, blocks(shares, 30, seed=seed, hiccup=0)))
+    found = found_after(finder, blocks(shares, 5, slow=slow, phase=phase, seed=seed, hiccup=0), begin=300)
     assert found[-1] is not None
     assert (found[-1].rank, found[-1].phase) == (slow, phase)
-    assert found[-1].slowdown == pytest.approx(0.2, abs=0.05)
-    assert 180 <= found[-1].since <= 210
+    assert found[-1].slowdown == pytest.approx(0.2, abs=0.06)
+    assert 270 <= found[-1].since <= 310
 
 
 @pytest.mark.parametrize("shares", [[8, 8], [2, 1], [3, 3, 2], [1, 1, 1, 1], [100, 99, 99, 99]])
@@ -65,14 +65,15 @@ def test_quiet_ranks_with_pauses_now_and_then_are_never_named(shares: list[int])
 
 def test_a_rank_with_a_larger_share_is_named_when_it_is_slow_by_the_image_too() -> None:
     finder = StragglerFinder(PHASES, [3, 2])
-    found = found_after(finder, blocks([3, 2], 5, slow=0, factor=1.3))
+    found = found_after(finder, [*blocks([3, 2], 30, hiccup=0), *blocks([3, 2], 5, slow=0, factor=1.3, hiccup=0)])
     assert found[-1] is not None
     assert found[-1].rank == 0
 
 
 def test_a_rank_that_recovers_is_cleared_and_another_phase_is_named_only_if_it_costs_more() -> None:
     finder, shares = StragglerFinder(PHASES, [8, 8, 8]), [8, 8, 8]
-    slow = [*blocks(shares, 5, slow=1, phase="data"), *blocks(shares, 10, slow=1, phase="backward")]
+    assert not any(found_after(finder, blocks(shares, 30, hiccup=0)))
+    slow = [*blocks(shares, 5, slow=1, phase="data", hiccup=0), *blocks(shares, 10, slow=1, phase="backward", hiccup=0)]
     found = [straggler for straggler in found_after(finder, slow) if straggler]
     assert {straggler.rank for straggler in found} == {1}
     phases = [straggler.phase for straggler in found]
@@ -83,9 +84,9 @@ def test_a_rank_that_recovers_is_cleared_and_another_phase_is_named_only_if_it_c
 
 def test_short_blocks_are_put_together() -> None:
     finder = StragglerFinder(PHASES, [8, 8])
-    short = blocks([8, 8], 3, slow=0, step_seconds=0.001)  # 10 ms each
+    short = blocks([8, 8], 200, slow=0, step_seconds=0.001)  # 10 ms each
     assert not any(found_after(finder, short))
-    assert found_after(finder, blocks([8, 8], 300, slow=0, step_seconds=0.001))[-1] is not None
+    assert found_after(finder, blocks([8, 8], 200, slow=0, step_seconds=0.001))[-1] is not None
 
 
 def test_the_median_is_that_of_the_other_ranks() -> None:
@@ -101,4 +102,17 @@ def test_the_slowdown_is_that_of_the_whole_step() -> None:
     sample = compare(seconds, torch.ones(3, dtype=torch.float64), begin=0)
     assert sample.slowdown.tolist() == pytest.approx([-1 / 9, 0.25, -1 / 9])
     assert sample.excess[1].tolist() == [0.0, 1.0]
-    assert sample.slowest == 1
+
+
+def test_a_rank_that_was_slow_from_the_start_is_named_when_the_noise_is_known() -> None:
+    found = found_after(StragglerFinder(PHASES, [8, 8]), blocks([8, 8], 40, slow=1, hiccup=0))
+    first = next(number for number, straggler in enumerate(found) if straggler)
+    assert 20 <= first <= 30
+
+
+def test_a_machine_that_is_noisy_takes_longer_and_has_no_false_alarm() -> None:
+    finder, noisy = StragglerFinder(PHASES, [8, 8]), blocks([8, 8], 400, noise=0.15, seed=3)
+    assert not any(found_after(finder, noisy))
+    found = found_after(finder, blocks([8, 8], 60, noise=0.15, slow=1, seed=4))
+    assert found[-1] is not None
+    assert found[-1].rank == 1

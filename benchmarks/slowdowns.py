@@ -1,0 +1,62 @@
+"""A plug-in that slows one rank down while training: the file SLOWDOWN holds ``phase rank seconds`` or ``none``."""
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_trainer.data.loaders import Batch, TrainLoader
+from ddp_trainer.training.step import TrainStep
+
+SIZE = 64
+with Path(os.environ["SLOWDOWN"]).open("r+b") as file:
+    control = mmap.mmap(file.fileno(), 2 * SIZE)  # then the number of steps that rank 0 has taken
+
+
+def wait_in(phase: str) -> None:
+    """Wait if this rank is to be slow in `phase`."""
+    words = control[:SIZE].split()
+    if words[0] != b"none" and words[0].decode() == phase and int(words[1]) == int(os.environ["RANK"]):
+        time.sleep(float(words[2]))
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity, slow in backward."""
+
+    @staticmethod
+    def forward(_context: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(_context: Any, *gradients: Tensor) -> Any:
+        wait_in("backward")
+        return gradients
+
+
+take_step, loss_of, batches_of = TrainStep.__call__, TrainStep.loss, TrainLoader.__iter__
+
+
+def counted_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
+    if os.environ["RANK"] == "0":
+        control[SIZE:] = f"{self.count:<{SIZE}}".encode()
+    return take_step(self, images, labels)
+
+
+def slow_loss(self: TrainStep, *inputs: Any) -> Any:
+    wait_in("forward")
+    loss, *others = loss_of(self, *inputs)
+    return SlowBackward.apply(loss), *others
+
+
+def slow_batches(self: TrainLoader) -> Iterator[Batch]:
+    for batch in batches_of(self):
+        wait_in("data")
+        yield batch
+
+
+TrainStep.__call__, TrainStep.loss, TrainLoader.__iter__ = counted_step, slow_loss, slow_batches  # type: ignore
