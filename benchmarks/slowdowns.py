@@ -29,11 +29,11 @@ class SlowBackward(torch.autograd.Function):
     """The identity, slow in backward."""
 
     @staticmethod
-    def forward(_context: Any, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(_context: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         wait_in("backward")
         return gradients
 

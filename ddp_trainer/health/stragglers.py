@@ -13,13 +13,14 @@ NAMED, CLEARED = 0.08, 0.04
 SAMPLE_SECONDS = 0.1
 """A sample is at least so long: shorter ones show how the kernel schedules processes."""
 WINDOWS = {3: 3, 11: 7, 45: 24}
-"""It has to be slow in 3 samples of 3, in 7 of 11 or in 24 of 45: a short window is quick, a long one sees through noise.
+"""The mean of 3, 11 or 45 samples in a row decides: a short window is quick, a long one sees through noise.
 
-The slowdown of a window is that of the last sample that counts: the third largest, the seventh, the 24th."""
+At least 3, 7 or 24 of them must be more than `EACH`: one long pause is no straggler."""
+EACH = 0.05
 MIN_PAST, MAX_PAST = 7, 20
 """The noise of the machine is measured in so many times the length of a window, before it."""
-NOISE_FACTOR = 4.5
-"""A rank is named only if its window is slower by so many standard deviations of the windows before."""
+NOISE_FACTOR = 4.0
+"""A window must be slower by so many times what 9 of 10 windows before are above their median."""
 PHASE_MARGIN = 2.0
 """Another phase of the named rank has to cost so many times more before it is named instead."""
 
@@ -76,31 +77,34 @@ class StragglerFinder:
 
     def _find(self) -> None:
         """Name, keep or clear the straggler by the samples so far."""
-        samples = list(self._samples)
-        windows = {length: slowdown_of(samples[-length:]) for length in WINDOWS if len(samples) >= length}
-        slow = [(length, int(window.argmax())) for length, window in windows.items() if self._is_slow(length, window)]
+        slowdowns = torch.stack([sample.slowdown for sample in self._samples])
+        windows = {length: slowdowns[-length:] for length in WINDOWS if len(slowdowns) >= length}
+        slow = [(length, rank) for length, window in windows.items() if (rank := self._slow_rank(window)) is not None]
         if slow or self.found is not None:
             length, rank = slow[0] if slow or self.found is None else (self._length, self.found.rank)
-            self._name(rank, samples[-length:])
-            if self.found is not None and self.found.slowdown < CLEARED:
-                self.found = None
-                self._samples.clear()
+            self._name(rank, list(self._samples)[-length:])
         else:
             for length, window in windows.items():
-                self._past[length].append(window)
+                self._past[length].append(window.mean(0))
+        if self.found is not None and self.found.slowdown < CLEARED:
+            self.found = None
+            self._samples.clear()
 
-    def _is_slow(self, length: int, window: Tensor) -> bool:
-        """Return whether a rank is slow by the slowdown [W] of the last `length` samples, and not just by noise."""
-        rank = int(window.argmax())
-        if window[rank] < NAMED:
-            return False
+    def _slow_rank(self, window: Tensor) -> int | None:
+        """Return the rank that is slow in a window of slowdowns, [samples, W], and not just by noise; None if none."""
+        length, mean = len(window), window.mean(0)
+        rank = int(mean.argmax())
         past = [float(before[rank]) for before in self._past[length]]
         past = past[:-length] if self.found is None else past  # without those that share samples with this one
-        return len(past) >= MIN_PAST * length and float(window[rank]) >= NOISE_FACTOR * statistics.pstdev(past)
+        if mean[rank] < NAMED or (window[:, rank] > EACH).sum() < WINDOWS[length] or len(past) < MIN_PAST * length:
+            return None
+        usual = statistics.median(past)
+        noise = statistics.quantiles(past, n=10)[-1] - usual
+        return rank if mean[rank] >= min(0.0, usual) + NOISE_FACTOR * noise else None
 
     def _name(self, rank: int, samples: list[Sample]) -> None:
         """Name `rank`, which was slow in the last `samples`, and its phase that costs the most now."""
-        slowdown = statistics.median(float(sample.slowdown[rank]) for sample in samples)
+        slowdown = statistics.fmean(float(sample.slowdown[rank]) for sample in samples)
         excess = torch.stack([sample.excess[rank] for sample in samples]).sum(0)
         phase, since = int(excess.argmax()), samples[0].begin
         if self.found is None:
@@ -111,12 +115,6 @@ class StragglerFinder:
             since, named = self.found.since, self.phases.index(self.found.phase)
             phase = phase if excess[phase] > PHASE_MARGIN * excess[named] else named
         self.found, self._length = Straggler(rank, self.phases[phase], slowdown, since), len(samples)
-
-
-def slowdown_of(samples: Sequence[Sample]) -> Tensor:
-    """Return the slowdown of each rank in a window of `samples`: float64 [W]."""
-    slowdowns = torch.stack([sample.slowdown for sample in samples])
-    return slowdowns.kthvalue(len(samples) - WINDOWS[len(samples)] + 1, 0).values
 
 
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
