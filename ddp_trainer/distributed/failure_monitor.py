@@ -49,6 +49,8 @@ MAX_GROUPS = 12
 """Lines about where ranks are, in a report on the console."""
 GRACE_SECONDS = 5.0
 """How long a rank that is not the root cause waits to be ended by the launcher."""
+WRITE_SECONDS = 2.0
+"""How long `on_failure` may take."""
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "NCCL")
 """Parts of the message of a collective that fails because of another rank."""
 LOST = "was lost (killed, perhaps by the kernel for want of memory), last seen in"
@@ -91,6 +93,8 @@ class FailureMonitor:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._phase, self.step = "start", 0
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called once on each rank that can, before the job ends with a failure; from either thread."""
         self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
         self._world, self._environment, self._run_dir = world, environment, run_dir
         self._stop_requested = stop_requested
@@ -126,6 +130,7 @@ class FailureMonitor:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, ConfigError | TransientError | PluginError):
+            self._failing()
             if lines := self._root_cause(error):
                 self._report(lines, since=time.time(), error=error)
             else:
@@ -153,8 +158,10 @@ class FailureMonitor:
             try:
                 self._publish()
                 self._stacks.answer(self.phase, self.step)
-                if self._store.check(["root_cause"]) and not self._done.wait(GRACE_SECONDS):
-                    self._exit(1)
+                if self._store.check(["root_cause"]):
+                    self._failing()
+                    if not self._done.wait(GRACE_SECONDS):
+                        self._exit(1)
                 status = self._status((self._world.rank + 1) % self._world.world_size)
                 silence = silence + elapsed if status == last_status else 0.0
                 last_status = status
@@ -206,6 +213,7 @@ class FailureMonitor:
     def _end_job(self, failure: str, rank: int | None = None) -> NoReturn:
         """Report a hang, by `rank` or, if None, by the rank that the others wait for, and end this process."""
         since = time.time() - self._max_silence
+        self._failing()
         stacks = self._stacks.ask(EXPLAIN, self.phase, self.step)
         if stacks is None:  # another rank reports it, and this one finds the root cause
             self._done.wait(2 * GRACE_SECONDS)
@@ -240,6 +248,13 @@ class FailureMonitor:
         with suppress(OSError):  # a full disk, for example
             replace_text(path, "\n".join(lines) + "\n")
         return path
+
+    def _failing(self) -> None:
+        """Call `on_failure`, unless it has been called; a file system that does not answer must not keep this rank."""
+        call, self.on_failure = self.on_failure, lambda: None
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(WRITE_SECONDS)
 
     def _exit(self, code: int) -> NoReturn:
         """End this process from either thread, even if the other one is in a collective that never returns."""

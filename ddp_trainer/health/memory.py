@@ -1,12 +1,17 @@
-"""The memory of this rank: now, at its peak, and whether it grows from epoch to epoch."""
+"""The memory of ranks: now, at its peak, and whether it grows from epoch to epoch."""
 
 import os
 import resource
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 MIB = 2**20
+GROWTH_EPOCHS = 5
+"""Memory that has grown in each of so many epochs in a row is warned about, if it has grown enough."""
+GROWTH_MB, GROWTH_SHARE = 64.0, 0.1
+"""Enough is both of these, the second of what it was before."""
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -31,3 +36,34 @@ def current_memory_mb(device: torch.device) -> float:
     except (OSError, ValueError, IndexError):  # not Linux
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+class MemoryGrowth:
+    """Finds the rank whose memory grows in every epoch, as it does when something is kept for ever."""
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.ends: list[Tensor] = []
+        """The memory of all ranks at the ends of epochs, the last of them of the current epoch so far."""
+
+    def add(self, epoch: int, memory_mb: Tensor) -> tuple[int, float, float] | None:
+        """Add the memory of all ranks, float64 [W]. Return a rank with the MiB that it had and has now, or None.
+
+        A rank is returned when it has grown in each of the last GROWTH_EPOCHS epochs, and then not before it has done
+        so again.
+        """
+        if epoch == self.epoch:
+            self.ends[-1] = memory_mb
+            return None
+        whole, self.epoch = self.ends[-GROWTH_EPOCHS - 1 :], epoch
+        self.ends = [*whole, memory_mb]
+        if len(whole) <= GROWTH_EPOCHS:
+            return None
+        growth = torch.stack(whole).diff(dim=0)
+        enough = (GROWTH_SHARE * whole[0]).clamp(min=GROWTH_MB)
+        grown = torch.where((growth > 0).all(0) & (growth.sum(0) >= enough), growth.sum(0), 0.0)
+        rank = int(grown.argmax())
+        if not grown[rank]:
+            return None
+        self.ends = self.ends[-1:]
+        return rank, float(whole[0][rank]), float(whole[-1][rank])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.health.memory import current_memory_mb, peak_memory_mb
+from ddp_trainer.health.flight_recorder import FlightRecorder
+from ddp_trainer.health.memory import GROWTH_EPOCHS, MemoryGrowth, current_memory_mb, peak_memory_mb
+from ddp_trainer.health.sensors import Sensors
 from ddp_trainer.health.stragglers import Straggler, StragglerFinder
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,9 @@ MIN_BLOCK_STEPS = 10
 """Own times are compared over blocks of so many steps, or of half a log window if that is longer."""
 MAX_VALUES = 100_000
 """ranks.jsonl has at most about so many times; when it has more, each two of its rows become one."""
+
+NUM_SENSORS = 4
+"""Numbers of a rank before its times: memory and its peak in MiB, degrees Celsius, how often heat slowed it."""
 
 Row = dict[str, Any]
 
@@ -42,30 +47,41 @@ class RankReports:
         self.block_steps = max(MIN_BLOCK_STEPS, log_every_steps // 2)
         self.hosts: list[str] = world.all_gather_object(socket.gethostname())
         self.finder = StragglerFinder(phases, shares) if world.is_main and world.world_size > 1 else None
+        self.recorder = FlightRecorder(run_dir, phases, rank=world.rank)
+        self.sensors, self.growth, self.is_throttled = Sensors(world.device), MemoryGrowth(), False
         self.lanes = Lanes(run_dir / RANKS_FILE, max_rows=max(16, MAX_VALUES // (world.world_size * len(phases))))
         self.is_warm = False
-        self.block, self.count = [0.0] * len(phases), 0
+        self.block, self.count, self.step = [0.0] * len(phases), 0, 0
 
     def start(self, step: int) -> None:
         """Prepare for reports after optimizer step `step`; rows of an earlier launch past it are dropped."""
+        self.step = step
         if self.world.is_main:
             self.lanes.start(step)
 
     def own(self) -> list[float]:
-        """Return this rank's numbers: memory, peak of memory, and the times of the blocks that are complete."""
+        """Return this rank's numbers: NUM_SENSORS that it measures, and the times of the blocks that are complete."""
         blocks: list[float] = []
-        for seconds in self.own_times():
+        steps = self.own_times()
+        for seconds in steps:
             self.block, self.count = [a + b for a, b in zip(self.block, seconds, strict=True)], self.count + 1
             if self.count == self.block_steps:
                 blocks += self.block
                 self.block, self.count = [0.0] * len(self.phases), 0
-        return [current_memory_mb(self.world.device), peak_memory_mb(self.world.device), *blocks]
+        self.step += len(steps)
+        memory, (celsius, throttled) = current_memory_mb(self.world.device), self.sensors.read()
+        self.recorder.add(self.step, steps, memory_mb=round(memory, 1), celsius=celsius)
+        return [memory, peak_memory_mb(self.world.device), celsius, throttled, *blocks]
 
-    def add(self, numbers: Tensor, step: int) -> dict[str, float | str]:
+    def add(self, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
         """Return the tags of a log point after optimizer step `step`. numbers: those of each rank, float64 [W, n]."""
-        memory, peak = numbers[:, 0], numbers[:, 1]
-        blocks = numbers[:, 2:].reshape(self.world.world_size, -1, len(self.phases))
+        memory, peak, celsius, throttled = numbers[:, :NUM_SENSORS].unbind(1)
+        blocks = numbers[:, NUM_SENSORS:].reshape(self.world.world_size, -1, len(self.phases))
         tags: dict[str, float | str] = {"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())}
+        if celsius.any():
+            tags |= {"temperature/max_celsius": float(celsius.max()), "temperature/max_rank": int(celsius.argmax())}
+        if self.world.is_main:
+            self.warn(memory, celsius, throttled, epoch)
         if not blocks.shape[1]:
             return tags
         end = step - self.count
@@ -80,6 +96,19 @@ class RankReports:
         tags |= {"rank/own_ms_min": float(total.min()), "rank/own_ms_median": float(total.median())}
         tags |= {"rank/own_ms_max": float(total.max()), "rank/slowest": int(total.argmax())}
         return tags | self.find_straggler(blocks, begin)
+
+    def warn(self, memory: Tensor, celsius: Tensor, throttled: Tensor, epoch: int) -> None:
+        """Log a rank whose memory grows in every epoch, and the first processor that is slowed down by heat."""
+        if (grown := self.growth.add(epoch, memory)) is not None:
+            rank, before, now = grown
+            logger.warning(
+                "the memory of rank %d on %s has grown in each of the last %d epochs, from %s to %s MB: something "
+                "keeps what it no longer needs, for example losses that are tensors",
+                rank, self.hosts[rank], GROWTH_EPOCHS, f"{before:,.0f}", f"{now:,.0f}",
+            )  # fmt: skip
+        if throttled.any() and not self.is_throttled:
+            self.is_throttled, rank = True, int(throttled.argmax())
+            logger.warning("the processor of %s is slowed down by heat (%.0f °C)", self.hosts[rank], celsius[rank])
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
         """Return the tags of the straggler, and log it when it changes. blocks: float64 [W, blocks, P]."""

@@ -37,7 +37,7 @@ class LogWindow:
         values: dict[str, Value] = {"epoch": epoch, "train/loss": decision.loss, "train/top1": decision.top1}
         values |= {"optim/lr": step.lr, "memory/peak_mb": peak_memory_mb(world.device)}
         if decision.log:
-            values |= self.reports.add(decision.by_rank, step.count)
+            values |= self.reports.add(decision.by_rank, step.count, epoch)
         values |= self.timer.close_window(step.settings.global_batch_size)
         rate = self.timer.rates[-1]
         values["throughput/images_per_second_per_rank"] = rate / world.world_size

@@ -112,6 +112,7 @@ def build_trainer(
         begun.world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=should_stop
     )
     window = build_log_window(step, timer, loaders, loggers, log_every_steps=config.log_every_steps, run_dir=run_dir)
+    monitor.on_failure = window.reports.recorder.write
     return Trainer(
         config, step=step, window=window, loaders=loaders, checkpoints=checkpoints, loggers=loggers, control=control,
         monitor=monitor,

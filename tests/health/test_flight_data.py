@@ -1,0 +1,92 @@
+"""Flight data, memory that grows, and heat: what the ranks know about themselves is kept and warned about."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, run_command, torchrun
+
+from ddp_trainer.health.flight_recorder import MAX_ROWS, FlightRecorder
+from ddp_trainer.health.memory import MemoryGrowth
+from ddp_trainer.health.sensors import Sensors
+
+CPU = torch.device("cpu")
+LEAKING = str(Path(__file__).with_name("leaking.py"))
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.fault("a job that fails loses what its ranks have measured")
+def test_a_job_that_fails_leaves_the_flight_data_of_its_ranks(tmp_path: Path) -> None:
+    words = [*TINY, "epochs=100", f"output_dir={tmp_path}", "name=run", "log_every_steps=2"]
+    done = run_command([*torchrun(2), LEAKING, *words], FAILING="1:21")
+    assert done.code == 1, done.output
+    for rank in (0, 1):
+        found = rows(tmp_path / f"run/flight/rank-{rank:05}.jsonl")
+        assert found[-1]["step"] == 20, done.output
+        assert all(row["backward"] > 0 and row["memory_mb"] > 50 for row in found)
+        assert sum(row["steps"] for row in found) == 20
+
+
+def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -> None:
+    words = [*TINY, "epochs=9", f"output_dir={tmp_path}", "name=run"]
+    done = run_command([*torchrun(2), LEAKING, *words], LEAKING="1:20")
+    assert done.code == 0, done.output
+    [line] = re.findall(
+        r"^the memory of rank 1 on \S+ has grown in each of the last 5 epochs, from .*$", done.output, re.M
+    )
+    before, after = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: to| MB)", line)[-2:])
+    assert after - before >= 64
+    assert not (tmp_path / "run/flight").exists()
+
+
+def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path, ("data", "forward"), rank=3)
+    for step in range(20, 40020, 20):
+        recorder.add(step, [[1 / 64, 3 / 64]] * 20, memory_mb=100.0)
+    recorder.write()
+    found = rows(tmp_path / "flight/rank-00003.jsonl")
+    assert len(found) == MAX_ROWS
+    assert (found[-1]["step"], found[-1]["steps"]) == (40000, 4)
+    assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (15.625, 46.875, 100.0)
+
+
+def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "flight").write_text("not a folder")
+    FlightRecorder(tmp_path, ("data",), rank=0).write()
+
+
+def grown(levels: list[list[float]]) -> list[int | None]:
+    growth = MemoryGrowth()
+    found = [growth.add(epoch, torch.tensor(level, dtype=torch.float64)) for epoch, level in enumerate(levels)]
+    return [one and one[0] for one in found]
+
+
+def test_growth_is_that_of_every_epoch_and_large_enough() -> None:
+    assert grown([[500.0, 500.0 + 20 * epoch] for epoch in range(8)]) == [None] * 6 + [1, None]
+    assert not any(grown([[500.0, 500.0 + 10 * epoch] for epoch in range(8)]))  # less than 64 MB
+    assert not any(grown([[5000.0, 5000.0 + 20 * epoch] for epoch in range(8)]))  # less than a tenth
+    assert not any(grown([[500.0, 500.0 + 60 * (epoch // 2)] for epoch in range(12)]))  # not in every epoch
+    assert grown([[500.0 * 2**epoch, 400.0] for epoch in range(14)]).count(0) == 2
+
+
+def test_heat_is_read_where_linux_shows_it(tmp_path: Path) -> None:
+    zones, cores = tmp_path / "class/thermal", tmp_path / "devices/system/cpu"
+    for number, text in enumerate(("41000\n", "67500\n", "")):
+        (zones / f"thermal_zone{number}").mkdir(parents=True)
+        (zones / f"thermal_zone{number}/temp").write_text(text)
+    counter = cores / "cpu0/thermal_throttle/package_throttle_count"
+    counter.parent.mkdir(parents=True)
+    counter.write_text("7\n")
+    sensors = Sensors(CPU, sys=tmp_path)
+    assert sensors.read() == (67.5, 0.0)
+    counter.write_text("9\n")
+    assert sensors.read() == (67.5, 0.0)  # not again within ten seconds
+    sensors._next = 0.0
+    assert sensors.read() == (67.5, 2.0)
+    assert Sensors(CPU, sys=tmp_path / "nothing").read() == (0.0, 0.0)
+    Sensors(CPU).read()
