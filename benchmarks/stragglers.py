@@ -3,7 +3,7 @@
     python benchmarks/stragglers.py                   # 24 trials, on 2, 3 and 4 ranks
     python benchmarks/stragglers.py --trials 0 --quiet-steps 1000
 
-A rank is stopped by signals from outside for 10 of every 60 ms, shares its core with another process, or waits in its
+A rank is stopped by signals from outside for a sixth of the time, shares its core with another process, or waits in its
 forward pass, its backward pass or its loader. Needs a machine that does nothing else.
 """
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 SIZE = 64
 KINDS = {"stopped": "backward", "core shared": "backward", "forward": "forward", "backward": "backward", "data": "data"}
 """The kinds of slowdown, with the phase that is right: of those from outside the longest."""
-FIRST_STEPS, NEAR_STEPS, LOG_STEPS = 300, 100, 10
+FIRST_STEPS, LAST_STEPS, LOG_STEPS = 300, 60, 10
 
 
 class Trial(NamedTuple):
@@ -108,7 +108,9 @@ def slowdown(job: Job, kind: str, rank: int) -> Iterator[None]:
     """Slow a rank down by 20 % inside the block."""
     helper = None
     if kind in ("stopped", "core shared"):
-        helper = subprocess.Popen([sys.executable, __file__, "--slow", kind, str(job.pid(rank))])
+        # With more ranks than cores a rank that was stopped catches up, because it then has a core for longer.
+        share = 0.2 if job.ranks <= len(os.sched_getaffinity(0)) else 0.4
+        helper = subprocess.Popen([sys.executable, __file__, "--slow", kind, str(job.pid(rank)), str(share)])
     else:
         own = statistics.median(record["rank/own_ms_median"] for record in job.records()[-10:])
         job.set(f"{kind} {rank} {0.2 * own / 1e3}")
@@ -121,8 +123,8 @@ def slowdown(job: Job, kind: str, rank: int) -> Iterator[None]:
             helper.wait()
 
 
-def slow_process(kind: str, pid: int) -> None:
-    """Slow a process down until this one is ended."""
+def slow_process(kind: str, pid: int, share: float) -> None:
+    """Slow a process down until this one is ended. share: how long it is stopped, by how long it is not."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if kind == "core shared":
         (core,) = os.sched_getaffinity(pid)
@@ -133,7 +135,7 @@ def slow_process(kind: str, pid: int) -> None:
     try:
         while True:
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.01)
+            time.sleep(0.05 * share)
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.05)
     finally:
@@ -148,7 +150,7 @@ def try_slowdown(job: Job, kind: str, rank: int) -> Trial:
             time.sleep(0.02)
             named = [record for record in job.records()[-10:] if record["step"] > begin and "straggler/rank" in record]
             found = named[0] if named else None
-    job.wait(job.step + NEAR_STEPS)
+    job.wait(job.step + LAST_STEPS)
     while "straggler/rank" in job.records()[-1]:
         job.wait(job.step + LOG_STEPS)
     if found is None:
@@ -193,14 +195,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--trials", type=int, default=8, help="for each number of ranks [8]")
     parser.add_argument("--quiet-steps", type=int, default=FIRST_STEPS, help="before the trials [300]")
-    parser.add_argument("--batch", type=int, default=2048, help="global batch size [2048]")
-    parser.add_argument("--slow", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, default=1024, help="images of a rank in a step [1024]")
+    parser.add_argument("--slow", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with the job
     if options.slow:
-        slow_process(options.slow[0], int(options.slow[1]))
+        slow_process(options.slow[0], int(options.slow[1]), float(options.slow[2]))
     trials: list[Trial] = []
     for ranks in options.ranks:
-        done, alarms = run_trials(ranks, options.trials, options.quiet_steps, [f"global_batch_size={options.batch}"])
+        done, alarms = run_trials(ranks, options.trials, options.quiet_steps, [f"global_batch_size={ranks * options.batch}"])
         trials += done
         quiet = max(FIRST_STEPS, options.quiet_steps)
         print(f"{ranks} ranks: {len(alarms)} false alarms in {quiet} quiet steps", *alarms, flush=True)

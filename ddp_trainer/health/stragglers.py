@@ -1,6 +1,5 @@
 """Finds the straggler: the rank whose own work takes longer than that of the others, which wait for it."""
 
-import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +8,17 @@ import torch
 from torch import Tensor
 
 NAMED, CLEARED = 0.08, 0.04
-"""A rank is named when its steps take so much longer than the median of the others, and cleared below the second."""
+"""A rank is named when its steps, or a phase of them, take so much longer, and cleared below the second.
+
+Both are shares of the time of a step, and compared with the median of the other ranks."""
 SAMPLE_SECONDS = 0.1
 """A sample is at least so long: shorter ones show how the kernel schedules processes."""
 WINDOWS = {3: 3, 11: 7, 45: 24}
 """The mean of 3, 11 or 45 samples in a row decides: a short window is quick, a long one sees through noise.
 
-At least 3, 7 or 24 of them must be more than `EACH`: one long pause is no straggler."""
+At least 3, 7 or 24 of them must be above `EACH`, because one long pause is no straggler."""
 EACH = 0.05
-MIN_PAST, MAX_PAST = 7, 20
+MIN_PAST, MAX_PAST = 7, 12
 """The noise of the machine is measured in so many times the length of a window, before it."""
 NOISE_FACTOR = 4.0
 """A window must be slower by so many times what 9 of 10 windows before are above their median."""
@@ -44,9 +45,7 @@ class Sample:
 
     begin: int
     slowdown: Tensor
-    """float64 [W]"""
-    excess: Tensor
-    """float64 [W, P]: the seconds by which a phase is longer than that of the other ranks."""
+    """float64 [W, P + 1]: by which share of a step each phase, and last the step, is longer than that of the others."""
 
 
 class StragglerFinder:
@@ -82,7 +81,7 @@ class StragglerFinder:
         slow = [(length, rank) for length, window in windows.items() if (rank := self._slow_rank(window)) is not None]
         if slow or self.found is not None:
             length, rank = slow[0] if slow or self.found is None else (self._length, self.found.rank)
-            self._name(rank, list(self._samples)[-length:])
+            self._name(rank, windows[length].mean(0)[rank], since=self._samples[-length].begin, length=length)
         else:
             for length, window in windows.items():
                 self._past[length].append(window.mean(0))
@@ -91,30 +90,29 @@ class StragglerFinder:
             self._samples.clear()
 
     def _slow_rank(self, window: Tensor) -> int | None:
-        """Return the rank that is slow in a window of slowdowns, [samples, W], and not just by noise; None if none."""
+        """Return the rank that is slow in a window of slowdowns, [samples, W, P + 1], not just by noise, or None."""
         length, mean = len(window), window.mean(0)
-        rank = int(mean.argmax())
-        past = [float(before[rank]) for before in self._past[length]]
+        is_slow = (mean >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (mean[:, -1:] > EACH)
+        past = list(self._past[length])
         past = past[:-length] if self.found is None else past  # without those that share samples with this one
-        if mean[rank] < NAMED or (window[:, rank] > EACH).sum() < WINDOWS[length] or len(past) < MIN_PAST * length:
+        if not is_slow.any() or len(past) < MIN_PAST * length:
             return None
-        usual = statistics.median(past)
-        noise = statistics.quantiles(past, n=10)[-1] - usual
-        return rank if mean[rank] >= min(0.0, usual) + NOISE_FACTOR * noise else None
+        before = torch.stack(past)
+        usual = before.quantile(0.5, 0)
+        is_slow &= mean >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
+        return int(torch.where(is_slow.any(1), mean[:, -1], -1.0).argmax()) if is_slow.any() else None
 
-    def _name(self, rank: int, samples: list[Sample]) -> None:
-        """Name `rank`, which was slow in the last `samples`, and its phase that costs the most now."""
-        slowdown = statistics.fmean(float(sample.slowdown[rank]) for sample in samples)
-        excess = torch.stack([sample.excess[rank] for sample in samples]).sum(0)
-        phase, since = int(excess.argmax()), samples[0].begin
+    def _name(self, rank: int, slowdown: Tensor, *, since: int, length: int) -> None:
+        """Name `rank`, by its `slowdown`, [P + 1], in a window of so many samples, and the phase that costs most."""
+        phase = int(slowdown[:-1].argmax())
         if self.found is None:
-            for length, past in self._past.items():  # the last windows have samples of the straggler
-                for _ in range(min(length, len(past))):
+            for past_length, past in self._past.items():  # the last windows have samples of the straggler
+                for _ in range(min(past_length, len(past))):
                     past.pop()
         elif self.found.rank == rank:
             since, named = self.found.since, self.phases.index(self.found.phase)
-            phase = phase if excess[phase] > PHASE_MARGIN * excess[named] else named
-        self.found, self._length = Straggler(rank, self.phases[phase], slowdown, since), len(samples)
+            phase = phase if slowdown[phase] > PHASE_MARGIN * slowdown[named] else named
+        self.found, self._length = Straggler(rank, self.phases[phase], float(slowdown[-1]), since), length
 
 
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
@@ -123,8 +121,8 @@ def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
     per_step = with_total - median_of_others(with_total)
     per_image = with_total - shares[:, None] * median_of_others(with_total / shares[:, None])
     excess = torch.minimum(per_step, per_image)
-    total, of_total = with_total[:, -1], excess[:, -1]
-    return Sample(begin, of_total / (total - of_total).clamp(min=1e-9), excess[:, :-1])
+    others = (with_total - excess)[:, -1:]  # the time of a step of the others
+    return Sample(begin, excess / others.clamp(min=1e-9))
 
 
 def median_of_others(values: Tensor) -> Tensor:
