@@ -203,7 +203,9 @@ def main() -> None:
         slow_process(options.slow[0], int(options.slow[1]), float(options.slow[2]))
     trials: list[Trial] = []
     for ranks in options.ranks:
-        done, alarms = run_trials(ranks, options.trials, options.quiet_steps, [f"global_batch_size={ranks * options.batch}"])
+        done, alarms = run_trials(
+            ranks, options.trials, options.quiet_steps, [f"global_batch_size={ranks * options.batch}"]
+        )
         trials += done
         quiet = max(FIRST_STEPS, options.quiet_steps)
         print(f"{ranks} ranks: {len(alarms)} false alarms in {quiet} quiet steps", *alarms, flush=True)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +36,9 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.distributed.process_group import World, process_group
 from ddp_trainer.distributed.stack_exchange import stacks_of
+from ddp_trainer.launch.node_check import SLOW
 from ddp_trainer.launch.node_check.client import CLOCK_SECONDS
+from ddp_trainer.performance.fitness import UNITS, measure_fitness
 from ddp_trainer.performance.timing import median_seconds
 
 MB = 2**20
@@ -91,6 +94,7 @@ def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
 def examine(world: World, environment: Environment, *, run_dir: Path, size_mb: int) -> list[Finding]:
     """Return the findings, the same on every rank. Collective: every rank must call this."""
     network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
+    fitness = fitness_findings(world)
     world.all_reduce(torch.zeros(1, device=world.device)).item()  # so that all ranks read their clocks at once
     now, host = time.time(), socket.gethostname()
     ranks = world.all_gather_object((host, now, host_findings(environment, world.num_threads)))
@@ -101,6 +105,7 @@ def examine(world: World, environment: Environment, *, run_dir: Path, size_mb: i
         disk_finding(run_dir) if world.is_main else Finding("disk", "rank 0 measures it"),
         Finding("process group", f"{plural(world.world_size, 'rank')} on {where}"),
         *network,
+        *fitness,
         clock_finding({host: seconds - ranks[0][1] for host, seconds, _ in ranks}),
     ]
     return [Finding(*finding) for finding in world.broadcast_object(findings)]
@@ -168,6 +173,28 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
         Finding("all-reduce, latency", f"{latency * 1e6:,.0f} µs (4 bytes, median of 100)"),
         Finding("all-reduce, bandwidth", f"{rate:,.0f} MB/s ({size_mb} MB in {seconds * 1e3:,.0f} ms)", advice),
     ]
+
+
+def fitness_findings(world: World) -> list[Finding]:
+    """Return how fast the ranks compute and move memory, all at the same time. Collective."""
+    world.all_reduce(torch.zeros(1, device=world.device)).item()  # so that all ranks begin at once
+    own = (socket.gethostname(), measure_fitness(world.device, num_threads=world.num_threads))
+    ranks = world.all_gather_object(own)
+    findings = []
+    for name, unit in UNITS.items():
+        rates = sorted((rates[name], rank) for rank, (_, rates) in enumerate(ranks))
+        low, rank = rates[0]
+        value = (
+            f"{low:,.1f} {unit} (rank {rank}) to {rates[-1][0]:,.1f} {unit}" if len(ranks) > 1 else f"{low:,.1f} {unit}"
+        )
+        share = low / statistics.median(rate for rate, _ in rates[1:]) if len(ranks) > 1 else 1.0
+        advice = (
+            f"rank {rank} on {ranks[rank][0]} reaches {100 * share:.0f} % of the median of the others in its {name}"
+        )
+        findings.append(
+            Finding(name, value, f"{advice}: something else runs there, or it is too hot" if share < SLOW else "")
+        )
+    return findings
 
 
 def clock_finding(differences: dict[str, float]) -> Finding:

@@ -15,14 +15,24 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require
-from ddp_trainer.distributed.environment import installed_versions, interface_towards, job_secret
+from ddp_trainer.config.schema import Config, Device
+from ddp_trainer.distributed.environment import (
+    installed_versions,
+    interface_towards,
+    job_secret,
+    read_environment,
+    usable_cores,
+)
+from ddp_trainer.distributed.files import exclude_node
 from ddp_trainer.launch.job_file import read_job
 from ddp_trainer.launch.network import address_towards, resolve
-from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo
+from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo, SlowNodeError
 from ddp_trainer.launch.node_check.client import ask_head
 from ddp_trainer.launch.node_check.server import wait_for_nodes
 
 MAX_NODES = 65535
+FITNESS_SECONDS = 60.0
+"""How much longer nodes wait for each other if each measures its speed first."""
 SHM_MB = 512
 """What NCCL may need in /dev/shm between the GPUs of a node; its manual advises 1 GB, and Docker gives 64 MB."""
 
@@ -57,7 +67,12 @@ def main(words: Sequence[str]) -> None:
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
         node = describe_node(options)
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch prints stack traces when another program has the port
-        asyncio.run((ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node)))
+        try:
+            asyncio.run((ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node)))
+        except SlowNodeError:
+            assert options.job_file is not None  # nothing else asks for the comparison
+            exclude_node(read_job(Path(options.job_file))[1], read_environment().node)
+            raise
     print(node.address)
 
 
@@ -73,7 +88,8 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     require(0 <= options.node_rank < max_nodes, f"node_rank={options.node_rank} must be 0 to {max_nodes - 1}")
     require(0 < options.port < 2**16, f"port={options.port} must be 1 to 65535")
     require(0 < options.timeout < 86400, f"timeout={options.timeout} must be greater than 0, and less than a day")
-    config = {} if options.job_file is None else flatten_keys(to_builtins(read_job(Path(options.job_file))[0]))
+    job = None if options.job_file is None else read_job(Path(options.job_file))[0]
+    config = {} if job is None else flatten_keys(to_builtins(job))
     head = resolve(options.head, timeout=min(10, options.timeout))
     require(
         max_nodes == 1 or not ip_address(head).is_loopback or options.head in (head, "localhost"),
@@ -84,11 +100,23 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     address, interface = address_towards(head), interface_towards(head) or "an interface without a name"
     where = f"{address} on {interface}, head {head}:{options.port}"
     print(f"node {options.node_rank} of {options.nnodes}: {where}", file=sys.stderr, flush=True)
+    speeds = measure_speeds(job) if job is not None and job.check.fitness else {}
+    timeout = options.timeout + (FITNESS_SECONDS if speeds else 0)
     return NodeInfo(
         node_rank=options.node_rank, min_nodes=min_nodes, max_nodes=max_nodes, head=(head, options.port),
-        timeout=options.timeout, address=address, versions=installed_versions() | {"nnodes": options.nnodes},
-        config=config | {RDZV_ID: options.rdzv_id, SECRET: job_secret() or ""},
+        timeout=timeout, address=address, versions=installed_versions() | {"nnodes": options.nnodes},
+        config=config | {RDZV_ID: options.rdzv_id, SECRET: job_secret() or ""}, speeds=speeds,
     )  # fmt: skip
+
+
+def measure_speeds(job: Config) -> dict[str, float]:
+    """Return what this node can do, with all cores that it has for the job, or by its GPUs."""
+    from ddp_trainer.performance.fitness import UNITS, measure_node  # imports torch, which takes seconds
+
+    speeds = measure_node(num_threads=usable_cores(), use_gpus=job.device is not Device.cpu)
+    text = ", ".join(f"{name} {speed:,.1f} {UNITS[name]}" for name, speed in speeds.items())
+    print(f"fitness of this node: {text}", file=sys.stderr, flush=True)
+    return speeds
 
 
 def find_gpu_error(node: NodeInfo) -> ConfigError | None:

@@ -79,6 +79,8 @@ class CheckConfig:
     """Every so many steps each rank's gradient is computed again on another rank and compared; null: never."""
     on_corruption: OnCorruption = OnCorruption.stop
     """What to do beside ending the job: stop: nothing; exclude: launch/slurm.sbatch requeues it without that node."""
+    fitness: bool = False
+    """Before the job starts, compare the speed of its nodes: one that is 15 % slower than the others is named."""
 
 
 @dataclass(kw_only=True, slots=True)

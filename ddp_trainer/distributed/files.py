@@ -4,7 +4,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 
@@ -30,6 +30,16 @@ def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` by `replace_file`."""
     with replace_file(path) as file:
         file.write(text.encode())
+
+
+def exclude_node(run_dir: Path, node: str) -> None:
+    """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job; a full disk is ignored."""
+    path = run_dir / "excluded_nodes"
+    with suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or node not in path.read_text().split():
+            with open(path, "a") as file:
+                file.write(f"{node}\n")
 
 
 @contextmanager

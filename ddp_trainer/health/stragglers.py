@@ -18,7 +18,7 @@ WINDOWS = {3: 3, 11: 7, 45: 24}
 
 At least 3, 7 or 24 of them must be above `EACH`, because one long pause is no straggler."""
 EACH = 0.05
-MIN_PAST, MAX_PAST = 7, 12
+MIN_PAST, MAX_PAST = 7, 20
 """The noise of the machine is measured in so many times the length of a window, before it."""
 NOISE_FACTOR = 4.0
 """A window must be slower by so many times what 9 of 10 windows before are above their median."""

@@ -22,7 +22,7 @@ from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.failure_monitor import END, FailureMonitor
-from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.files import exclude_node, replace_text
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.memory import disable_gc
 from ddp_trainer.distributed.process_group import World
@@ -51,8 +51,6 @@ RESTART_SECONDS = 3.0
 torchrun stops all ranks of an elastic job when a node comes back. An agent that sees its ranks end before it has
 noticed that node would take the job for finished, and not take part in the restart.
 """
-EXCLUDED_NODES = "excluded_nodes"
-"""The file with the nodes that launch/slurm.sbatch excludes when it requeues its job, a line each."""
 STOPPED = "stopped"
 """The file that marks a run that was stopped gracefully and is not finished."""
 
@@ -132,9 +130,7 @@ def excluding_faulty_nodes(
         yield
     except CorruptionError as error:
         if world.is_main and on_corruption is OnCorruption.exclude and error.rank is not None:
-            path = run_dir / EXCLUDED_NODES
-            known = path.read_text().split() if path.exists() else []
-            write_output(path, "\n".join(dict.fromkeys([*known, nodes[error.rank]])) + "\n")
+            exclude_node(run_dir, nodes[error.rank])
         raise
 
 

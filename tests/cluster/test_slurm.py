@@ -1,5 +1,6 @@
 """launch/slurm.sbatch on a real cluster: what it makes of a job, and what becomes of a run that is disturbed."""
 
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -215,6 +216,23 @@ def test_a_node_that_computes_wrong_numbers_is_excluded_when_the_job_is_requeued
     [record] = jobs.slurm.show(job)
     assert (record["ExcNodeList"], record["Restarts"]) == (flaky, "1"), output
     assert newest_checkpoint(jobs.folder / "run")["step"] == read_summary(jobs.folder / "run")["steps"]
+
+
+def test_a_slow_node_is_excluded_before_the_job_trains(jobs: Jobs) -> None:
+    slow = jobs.slurm.nodes[1]
+    program = jobs.folder / "python"
+    program.write_text(f"#!{sys.executable}\n" + Path(__file__).with_name("slow_node.py").read_text())
+    program.chmod(0o755)
+    words = (*SHORT, "name=run", "check.fitness=true")
+    job = jobs.submit(*words, options=("--nodes=2",), DDP_TRAINER_PYTHON=str(program), SLOW_NODE=slow)
+    output = jobs.finish(job)
+    found = re.findall(r"error: node 1 reaches (\d+) % of the median of the other nodes in its (\w+ \w+)", output)
+    assert found, output
+    assert all(60 <= int(share) < 85 for share, _ in found), output
+    assert (jobs.folder / "run" / "excluded_nodes").read_text().split() == [slow]
+    [record] = jobs.slurm.show(job)
+    assert (record["ExcNodeList"], record["Restarts"]) == (slow, "1"), output
+    assert "failed (exit code 1): requeueing job" in output
 
 
 # --- what no restart can mend ----------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from torch.distributed import TCPStore
 from ddp_trainer.commands import freeze, node_check
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.launch.network import MAX_BYTES
-from ddp_trainer.launch.node_check import RDZV_ID, SECRET, Message, NodeInfo, receive
+from ddp_trainer.launch.node_check import RDZV_ID, SECRET, Message, NodeInfo, find_slow, receive
 
 SECONDS = 90
 """After which a node that has not ended fails the test."""
@@ -130,6 +132,35 @@ def test_a_rank_that_two_nodes_have_is_named(port: int) -> None:
     assert [node.code for node in ended] == [2] * 4
     assert "error: node rank 2 was given twice: number the nodes from 0, each once" in ended[0].output
     assert all("stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:])
+
+
+@pytest.mark.fault("a node that is slower than the others")
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tmp_path: Path) -> None:
+    [job] = write_jobs(tmp_path, "check.fitness=true")
+    nodes = [Node(port, rank, job, timeout=60) for rank in (0, 1)]
+    while nodes[slow].process.poll() is None:
+        for stop, seconds in ((signal.SIGSTOP, 0.15), (signal.SIGCONT, 0.05)):
+            nodes[slow].process.send_signal(stop)
+            time.sleep(seconds)
+    ended = end_all(*nodes)
+    assert [node.code for node in ended] == [1, 1]
+    named = (
+        rf"error: (node 1: stopped by the head: )?node {slow} reaches \d+ % of the median of the other nodes in its "
+    )
+    assert all(re.search(named, node.output) for node in ended)
+    [run_dir] = (tmp_path / "private").iterdir()
+    assert (run_dir / "excluded_nodes").read_text() == f"{socket.gethostname()}\n"
+
+
+def test_slow_nodes_are_those_far_below_the_median_of_the_others() -> None:
+    speeds = {rank: {"matrix product": 100.0 + rank, "memory bandwidth": 10.0} for rank in range(4)}
+    assert find_slow(speeds) == ({}, "")
+    slow, text = find_slow(speeds | {2: {"matrix product": 101.0, "memory bandwidth": 8.0}})
+    assert slow == {"2": 0.8}
+    assert text == "node 2 reaches 80 % of the median of the other nodes in its memory bandwidth"
+    assert find_slow({0: {"x": 8.0}, 1: {"x": 10.0}})[0] == {"0": 0.8}
+    assert find_slow({0: {}, 1: {}}) == find_slow({0: {"x": 1.0}}) == ({}, "")
 
 
 def test_the_store_of_a_running_elastic_job_is_joined_only_by_its_nodes() -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from ipaddress import ip_address
+from statistics import median
 from typing import Any
 
 from ddp_trainer.config.errors import ConfigError, TransientError
@@ -22,8 +23,19 @@ IS_VALID: dict[Any, Callable[[Any], bool]] = {
     str: lambda value: isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable(),
     int: lambda value: type(value) is int and 0 <= value < 2**16,
     float: lambda value: type(value) in (int, float) and 0 <= value < 1e11,
+    dict[str, float]: lambda value: (
+        isinstance(value, dict) and all(map(IS_VALID[str], value)) and all(map(IS_VALID[float], value.values()))
+    ),
     dict[str, str]: lambda value: isinstance(value, dict) and all(map(IS_VALID[str], [*value, *value.values()])),
 }
+
+
+SLOW = 0.85
+"""A node is slow if it reaches less than this share of the median of the other nodes."""
+
+
+class SlowNodeError(TransientError):
+    """This node is slower than the other nodes of the job."""
 
 
 class PortTakenError(TransientError):
@@ -46,6 +58,8 @@ class NodeInfo:
     """What must be the same on all nodes and may be read by anyone: also the number of nodes."""
     config: dict[str, Any]
     """What must be the same on all nodes, by flat key: also SECRET and RDZV_ID."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """What check.fitness has measured here, by name; the higher the better. Empty without it."""
 
     def named(self, error: ConfigError | TransientError) -> ConfigError | TransientError:
         """Return `error` with the name of this node."""
@@ -97,6 +111,8 @@ class Message:
     settings: dict[str, str] = field(default_factory=dict)
     error: str = ""
     """The code and text of `encode_error`; empty from a node that is ready, and if all start."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """In a report those of the node. In a result the slow nodes, by rank, with their share of the others' speed."""
 
     def __post_init__(self) -> None:
         if not all(IS_VALID[item.type](getattr(self, item.name)) for item in fields(self)):
@@ -126,7 +142,24 @@ def encode_error(error: Exception | None) -> str:
     return f"{2 if isinstance(error, ConfigError) else 1} {text}"[:MAX_TEXT] if error else ""
 
 
-def raise_error(error: str) -> None:
-    """Raise what `encode_error` has encoded."""
+def raise_error(error: str, *, is_slow: bool = False) -> None:
+    """Raise what `encode_error` has encoded; on a node that `is_slow` as a SlowNodeError."""
     if error:
-        raise (ConfigError if error[0] == "2" else TransientError)(error[2:])
+        raise (ConfigError if error[0] == "2" else SlowNodeError if is_slow else TransientError)(error[2:])
+
+
+def find_slow(speeds: dict[int, dict[str, float]]) -> tuple[dict[str, float], str]:
+    """Return the slow nodes, by rank, with the share of the median of the others that they reach, and a text on them.
+
+    speeds: what each node has measured, by rank. Two nodes are compared with each other.
+    """
+    shares: dict[str, float] = {}
+    texts = []
+    for rank, own in speeds.items():
+        for name, speed in own.items():
+            others = [other[name] for other_rank, other in speeds.items() if other_rank != rank and other.get(name)]
+            share = speed / median(others) if others else 1.0
+            if share < min(SLOW, shares.get(str(rank), 1.0)):
+                shares[str(rank)] = share
+                texts.append(f"node {rank} reaches {share:.0%} of the median of the other nodes in its {name}")
+    return shares, "; ".join(texts[:4]).replace("%", " %")

@@ -21,20 +21,24 @@ OTHERS_SECONDS = 5.0
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
     """Return when all nodes can start, or this elastic job is running; raise why not. `error` is this node's own."""
     key, result, deadline = node.key(), None, time.monotonic() + node.timeout
+    is_slow = False
     while result is None:
         try:
-            result = await attempt(node, key, encode_error(error and node.named(error)))
+            result, is_slow = await attempt(node, key, encode_error(error and node.named(error)))
         except (TransientError, ConfigError) as failure:
             if isinstance(failure, (PortTakenError, ConfigError)):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
             if time.monotonic() > deadline:
                 raise node.named(error or failure) from None
             await asyncio.sleep(0.3)
-    raise_error(result)
+    raise_error(result, is_slow=is_slow)
 
 
-async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
-    """Connect to the head and return the result; what this raises may be different the next time."""
+async def attempt(node: NodeInfo, key: bytes, error: str) -> tuple[str, bool]:
+    """Connect to the head and return the result, and whether it names this node as slow.
+
+    What this raises may be different the next time.
+    """
     try:
         reader, writer = await connect(*node.head)
     except OSError as failure:
@@ -44,12 +48,14 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
             challenge, is_signed = await receive(reader, key, "", ANSWER_SECONDS)
         except (OSError, ValueError) as failure:
             if isinstance(failure, TimeoutError) and is_running(node):  # a TCPStore waits for its clients to speak
-                return ""
+                return "", False
             raise node.port_taken() from None
         if is_signed:
             error = error or await compare(node, challenge)
         nonce, port = secrets.token_hex(16), own_port.getsockname()[1]
-        report = Message(rank=node.node_rank, address=node.address, port=port, nonce=nonce, error=error)
+        report = Message(
+            rank=node.node_rank, address=node.address, port=port, nonce=nonce, error=error, speeds=node.speeds
+        )  # fmt: skip
         writer.write(report.encode(key if is_signed else b"", challenge.nonce))
         if not is_signed:  # the report tells the head only that this node was there
             node.check_settings(challenge.settings)
@@ -60,9 +66,10 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
             result = None
     if result is None or not is_signed:
         raise TransientError(f"the head at {node.head[0]} has ended, or does not answer any more: see its output")
-    if result.error in ("", error):
-        return result.error
-    return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}"
+    is_slow = str(node.node_rank) in result.speeds
+    if is_slow or result.error in ("", error):
+        return result.error, is_slow
+    return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}", False
 
 
 async def compare(node: NodeInfo, head: Message) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.launch.network import MAX_BYTES, check_port, connect, listen
-from ddp_trainer.launch.node_check import Message, NodeInfo, encode_error, raise_error, receive
+from ddp_trainer.launch.node_check import Message, NodeInfo, encode_error, find_slow, raise_error, receive
 
 REPORT_SECONDS = 10.0
 """How long a node may take to report: it tries for 4 s to connect to the head."""
@@ -26,7 +26,8 @@ async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
             server.set_result(encode_error(node.named(error)))
-        raise_error(await server.run(listener))
+        result = await server.run(listener)
+        raise_error(result, is_slow="0" in server.message.speeds)
 
 
 def take_port(node: NodeInfo) -> socket.socket:
@@ -126,7 +127,7 @@ class Server:
         """Set the result when enough nodes are ready, or are not in time."""
         node, now, num_ready = self.node, time.monotonic(), 1 + len(self.reports)
         if num_ready == node.max_nodes or (num_ready >= node.min_nodes and now > self.newest_node + LINGER_SECONDS):
-            self.set_result("")
+            self.set_result(self.slow_nodes())
         elif num_ready < node.min_nodes and now > self.deadline:
             missing = {*range(1, node.max_nodes)} - {report.rank for report in self.reports.values()}
             others = (
@@ -141,6 +142,18 @@ class Server:
                 f"within {node.timeout:.0f} s of each other, and see the output of these"
             )
             self.set_result(encode_error(error))
+
+    def slow_nodes(self) -> str:
+        """Return the error that names slow nodes, encoded, and note them in the message; empty if there are none."""
+        nodes = {0: self.node.speeds} | {report.rank: report.speeds for report in self.reports.values()}
+        slow, text = find_slow(nodes)
+        if not slow:
+            return ""
+        self.message = replace(self.message, speeds=slow)
+        addresses = {0: self.node.address} | {report.rank: report.address for report in self.reports.values()}
+        where = ", ".join(f"node {rank} is {addresses[int(rank)]}" for rank in list(slow)[:4])
+        fix = "start the job without it, or set check.fitness=false"
+        return encode_error(TransientError(f"{text} ({where}): {fix}"))
 
     def set_result(self, result: str) -> None:
         """Set the result, unless there is one."""
