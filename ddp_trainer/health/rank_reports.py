@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_trainer.distributed.files import replace_text
@@ -52,6 +53,8 @@ class RankReports:
         self.lanes = Lanes(run_dir / RANKS_FILE, max_rows=max(16, MAX_VALUES // (world.world_size * len(phases))))
         self.is_warm = False
         self.block, self.count, self.step = [0.0] * len(phases), 0, 0
+        self.total_ms, self.num_steps = torch.zeros(world.world_size, dtype=torch.float64), 0
+        """The own time of each rank in this launch, and the steps in which it was measured."""
 
     def start(self, step: int) -> None:
         """Prepare for reports after optimizer step `step`; rows of an earlier launch past it are dropped."""
@@ -90,12 +93,17 @@ class RankReports:
         if self.world.is_main:
             times = dict(zip(self.phases, milliseconds.T.tolist(), strict=True))
             self.lanes.add({"step": end, "steps": end - begin, **times, "memory_mb": memory.tolist()})
+        total = milliseconds.sum(1)
+        self.total_ms, self.num_steps = self.total_ms + total * (end - begin), self.num_steps + end - begin
         if self.finder is None:
             return tags
-        total = milliseconds.sum(1)
         tags |= {"rank/own_ms_min": float(total.min()), "rank/own_ms_median": float(total.median())}
         tags |= {"rank/own_ms_max": float(total.max()), "rank/slowest": int(total.argmax())}
         return tags | self.find_straggler(blocks, begin)
+
+    def mean_own_ms(self) -> list[float]:
+        """Return the mean own time of a step of each rank in this launch, in milliseconds; empty if it is unknown."""
+        return [round(value, 3) for value in (self.total_ms / self.num_steps).tolist()] if self.num_steps else []
 
     def warn(self, memory: Tensor, celsius: Tensor, throttled: Tensor, epoch: int) -> None:
         """Log a rank whose memory grows in every epoch, and the first processor that is slowed down by heat."""

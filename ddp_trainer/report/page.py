@@ -24,7 +24,7 @@ from ddp_trainer.report.runs import Run, compare, distinct_names
 TEMPLATES, VENDOR = Path(__file__).parent / "templates", Path(__file__).parent / "vendor"
 STYLES = (VENDOR / "uPlot.min.css", TEMPLATES / "style.css")
 PLOT = VENDOR / "uPlot.iife.min.js"
-SCRIPTS = ("page.js", "curves.js", "view.js", "marks.js", "charts.js", "toolbar.js", "timeline.js", "matrix.js",
+SCRIPTS = ("page.js", "curves.js", "view.js", "marks.js", "charts.js", "toolbar.js", "timeline.js", "lanes.js", "matrix.js",
            "calibration.js", "evaluation.js", "start.js")  # fmt: skip
 """The scripts of the page, which share one scope, in the order in which they use each other."""
 MAX_NAMES = 3
@@ -57,7 +57,10 @@ def build_page(runs: Sequence[Run], *, title: str | None = None) -> str:
     names = distinct_names(runs)
     rows = rows_allowed([table for run in runs for table in run.metrics.tables])
     data = {
-        "runs": [{"name": name, **encode(run.metrics, rows=rows)} for name, run in zip(names, runs, strict=True)],
+        "runs": [
+            {"name": name, **encode(run.metrics, rows=rows), "lanes": [lanes.encode() for lanes in run.lanes]}
+            for name, run in zip(names, runs, strict=True)
+        ],
         "evaluations": encode_evaluations(runs),
     }
     pictures = [run.pictures() for run in runs]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ddp_trainer.config.errors import require_run_dir
 from ddp_trainer.report.evaluations import read_evaluations
 from ddp_trainer.report.files import MB, Picture, RunFiles, number, text, whole
+from ddp_trainer.report.lanes import read_lanes
 from ddp_trainer.report.metrics import Metrics, read_metrics
 
 MAX_KEYS, MAX_DEPTH, MAX_ITEMS = 1_000, 12, 50
@@ -39,6 +40,7 @@ class Run:
         self.versions = flatten(self.files.read_json("versions.json", dict))
         self.summary: dict[str, Any] = self.files.read_json("summary.json", dict)
         self.metrics: Metrics = read_metrics(self.files)
+        self.lanes = read_lanes(self.files)
         self.folders = read_evaluations(self.files)
         self.evaluations = {name: folder for name, folder in self.folders.items() if not folder.is_empty}
 

@@ -291,6 +291,7 @@ class Trainer:
             device=self.world.device.type,
             backend=self.world.backend,
             sync=self.config.sync.name,
+            rank_own_ms=self.window.reports.mean_own_ms(),
         )
 
     def repeat_summary(self) -> Summary:

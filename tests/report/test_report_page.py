@@ -269,7 +269,7 @@ def test_a_divergence_of_the_last_launch_is_read_from_the_log(run_dir: Path) -> 
 def test_the_slowest_ranks_are_counted(run_dir: Path) -> None:
     windows = [{"step": 1000 + step, "straggler/rank": step % 2, "straggler/phase": "data"} for step in range(5)]
     append(run_dir, *windows)
-    rows = table_rows(report_on(run_dir), "Slowest ranks of run")
+    rows = table_rows(report_on(run_dir), "Stragglers of run")
     assert rows[1:] == [["0", "data", "3", "60 %"], ["1", "data", "2", "40 %"]]
 
 

@@ -5,6 +5,7 @@ startTheme();
 startDialog();
 startCharts();
 startTimeline();
+startLanes();
 charts.forEach((chart) => chart.draw());
 startEvaluations();
 themeListeners.push(() => charts.forEach((chart) => chart.plot?.redraw(false)));

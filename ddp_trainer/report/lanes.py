@@ -1,0 +1,139 @@
+"""The own time of each rank over the steps: of the whole run, and of the last minutes before a failure."""
+
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from ddp_trainer.report.files import MB, RunFiles, number, whole
+
+MAX_RANKS, MAX_COLUMNS, MAX_CELLS = 128, 300, 20_000
+"""Lanes, columns and cells that are drawn: of more ranks the slowest, of more steps the mean of some in a row."""
+MAX_FILES, MAX_ENTRIES = 1024, 1_000_000
+"""Of flight data, and rows of a rank of all files: a file of garbage may have more."""
+NOT_TIMES = {"step", "steps", "time", "memory_mb", "celsius"}
+WHOLE, LAST = "whole run", "last minutes before the failure"
+
+
+class Entry(NamedTuple):
+    """The own time of one rank in some steps."""
+
+    rank: int
+    step: int
+    """The last of the steps."""
+    phases: dict[str, float]
+    """Milliseconds of a step, by phase."""
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The own times of ranks over columns of steps."""
+
+    title: str
+    ranks: list[int]
+    steps: list[int]
+    """The last step of each column."""
+    own_ms: list[list[float | None]]
+    """By rank and column; None where nothing is known."""
+    worst: list[tuple[int, str] | None] = field(default_factory=list)
+    """The rank that was slowest in each column, as a place in `ranks`, and its phase that was slow; None: no other."""
+
+    def rows(self) -> list[list[str]]:
+        """Return the slowest ranks: rank, mean own time, and how much slower than the median of all ranks it is."""
+        means = {rank: mean([value for value in lane if value is not None])
+                 for rank, lane in zip(self.ranks, self.own_ms, strict=True)}  # fmt: skip
+        middle = median(means.values()) or 1.0
+        slowest = sorted(means, key=lambda rank: -means[rank])[:16]
+        return [[str(rank), f"{means[rank]:,.2f} ms", f"{100 * (means[rank] / middle - 1):+.1f} %"] for rank in slowest]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the lanes for the page."""
+        rounded = [[None if value is None else float(f"{value:.3g}") for value in lane] for lane in self.own_ms]
+        return {"title": self.title, "ranks": self.ranks, "steps": self.steps, "own": rounded, "worst": self.worst}
+
+
+def read_lanes(files: RunFiles) -> list[Lanes]:
+    """Return the lanes of ranks.jsonl and of flight/, those that exist."""
+    found = [build_lanes(entries_of_run(files), WHOLE), build_lanes(entries_of_flight(files), LAST)]
+    return [lanes for lanes in found if lanes is not None]
+
+
+def entries_of_run(files: RunFiles) -> Iterator[Entry]:
+    """Yield the entries of ranks.jsonl, whose rows have a list with a time for each rank."""
+    for row in read_rows(files, "ranks.jsonl", limit=64 * MB):
+        lists = {name: value for name, value in row.items() if name not in NOT_TIMES and isinstance(value, list)}
+        for rank in range(min(map(len, lists.values()), default=0)):
+            yield Entry(rank, row["step"], numbers({name: value[rank] for name, value in lists.items()}))
+
+
+def entries_of_flight(files: RunFiles) -> Iterator[Entry]:
+    """Yield the entries of the files in flight/, one of each rank."""
+    with suppress(OSError):
+        names = sorted(path.name for path in (files.folder / "flight").glob("rank-*.jsonl"))
+        for name in names[:MAX_FILES]:
+            digits = name.removeprefix("rank-").removesuffix(".jsonl")
+            for row in read_rows(files, f"flight/{name}", limit=4 * MB) if digits.isdecimal() else ():
+                times = {key: value for key, value in row.items() if key not in NOT_TIMES}
+                yield Entry(int(digits[:6]), row["step"], numbers(times))
+
+
+def read_rows(files: RunFiles, name: str, *, limit: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file that have a step; damaged ones are left out."""
+    for line in files.read_lines(name, limit=limit):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and whole(row.get("step")) is not None:
+            yield row
+
+
+def numbers(values: dict[str, Any]) -> dict[str, float]:
+    """Return the `values` that are times, by phase."""
+    known = {name[:60]: number(value) for name, value in values.items()}
+    return {name: value for name, value in known.items() if value is not None and value >= 0}
+
+
+def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
+    """Return the lanes of `entries`, None if there are none: at most as many ranks and columns as are drawn."""
+    known = [entry for _, entry in zip(range(MAX_ENTRIES), entries, strict=False) if entry.phases]
+    if not known:
+        return None
+    by_rank: dict[int, list[float]] = defaultdict(list)
+    for entry in known:
+        by_rank[entry.rank].append(sum(entry.phases.values()))
+    ranks = sorted(sorted(by_rank, key=lambda rank: -mean(by_rank[rank]))[:MAX_RANKS])
+    places = {rank: place for place, rank in enumerate(ranks)}
+    steps = sorted({entry.step for entry in known})
+    columns = min(len(steps), MAX_COLUMNS, max(1, MAX_CELLS // len(ranks)))
+    ends = [steps[(column + 1) * len(steps) // columns - 1] for column in range(columns)]
+    cells: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
+    for entry in known:
+        if entry.rank in places:
+            cells[places[entry.rank], bisect_left(ends, entry.step)].append(entry.phases)
+    means = {cell: {name: mean([one.get(name, 0.0) for one in phases]) for name in {n for p in phases for n in p}}
+             for cell, phases in cells.items()}  # fmt: skip
+    own = [[sum(means[place, column].values()) if (place, column) in means else None for column in range(columns)]
+           for place in range(len(ranks))]  # fmt: skip
+    worst = [slowest([means.get((place, column)) for place in range(len(ranks))]) for column in range(columns)]
+    return Lanes(title, ranks, ends, own, worst)
+
+
+def slowest(times: list[dict[str, float] | None]) -> tuple[int, str] | None:
+    """Return the rank that takes longest by its `times`, as a place, and the phase in which it loses most."""
+    known = {place: one for place, one in enumerate(times) if one}
+    if len(known) < 2:
+        return None
+    place = max(known, key=lambda place: sum(known[place].values()))
+    others = [one for other, one in known.items() if other != place]
+    excess = {name: value - median(one.get(name, 0.0) for one in others) for name, value in known[place].items()}
+    return place, max(excess, key=lambda name: excess[name])
+
+
+def mean(values: list[float]) -> float:
+    """Return the mean of `values`, 0 if there are none."""
+    return sum(values) / len(values) if values else 0.0
