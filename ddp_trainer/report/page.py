@@ -24,8 +24,8 @@ from ddp_trainer.report.runs import Run, compare, distinct_names
 TEMPLATES, VENDOR = Path(__file__).parent / "templates", Path(__file__).parent / "vendor"
 STYLES = (VENDOR / "uPlot.min.css", TEMPLATES / "style.css")
 PLOT = VENDOR / "uPlot.iife.min.js"
-SCRIPTS = ("page.js", "curves.js", "view.js", "marks.js", "charts.js", "toolbar.js", "timeline.js", "lanes.js", "matrix.js",
-           "calibration.js", "evaluation.js", "start.js")  # fmt: skip
+SCRIPTS = ("page.js", "curves.js", "view.js", "marks.js", "charts.js", "toolbar.js", "timeline.js", "lanes.js",
+           "matrix.js", "calibration.js", "evaluation.js", "start.js")  # fmt: skip
 """The scripts of the page, which share one scope, in the order in which they use each other."""
 MAX_NAMES = 3
 """Names of runs in the title of a page."""

@@ -20,10 +20,21 @@ PHASES = {
 }  # fmt: skip
 
 
+COUNTS = {"forward": 6, "collective": 5}
+"""The call in which a rank is stuck, if not the second: the first passes are before the first step."""
+ALL = [(where, rank) for where in (*PHASES, "stopped", "killed") for rank in (0, 1)]
+HANGS = int(os.environ.get("HANGS", "0"))
+"""Trials over all phases; with 0 two phases only."""
+
+
+def words(folder: Path, seconds: int) -> list[str]:
+    return [*TINY, f"output_dir={folder}", "name=run", f"timeout_seconds={seconds}", "log_every_steps=3"]
+
+
 def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
     """Train on two ranks until one is stuck, and check the report and that nothing is left."""
-    words = [*TINY, f"output_dir={folder}", "name=run", f"timeout_seconds={seconds}", "log_every_steps=3"]
-    done = run_command([*torchrun(2), HANGING, *words], STUCK=f"{rank}:{where}:2", deadline=240)
+    stuck = f"{rank}:{where}:{COUNTS.get(where, 2)}"
+    done = run_command([*torchrun(2), HANGING, *words(folder, seconds)], STUCK=stuck, deadline=240)
     assert done.code == 1, done.output
     first = rf"rank {rank} on \S+ has made no progress for \d+ s, in ({PHASES[where]}) after step \d+\n"
     assert re.search(rf"traceback : {first}", done.output), done.output
@@ -35,15 +46,37 @@ def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
 
 
 @pytest.mark.fault("the main thread of a rank stuck")
-@pytest.mark.parametrize(("where", "rank"), [("loader", 1), ("evaluation", 0)])
+@pytest.mark.parametrize(("where", "rank"), (ALL * 3)[:HANGS] if HANGS else [("loader", 1), ("evaluation", 0)])
 def test_a_stuck_rank_is_named_with_its_place(where: str, rank: int, tmp_path: Path) -> None:
-    hang(tmp_path, where, rank, seconds=24)
+    if where in ("stopped", "killed"):
+        disturb(tmp_path, signal.SIGSTOP if where == "stopped" else signal.SIGKILL, rank, seconds=24)
+    else:
+        hang(tmp_path, where, rank, seconds=24)
+
+
+def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) -> None:
+    """Send a signal to a rank of a job, and check that it is named and that nothing is left."""
+    command = [*torchrun(2), "-m", "ddp_trainer", *words(folder, seconds), "epochs=100000"]
+    with subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as job:  # fmt: skip
+        wait_for(lambda: (folder / "run/metrics.jsonl").exists())
+        processes = read_processes(folder / "run")
+        os.kill(processes[rank].pid, number)
+        output, _ = job.communicate(timeout=120)
+    assert job.returncode == 1, output
+    failure = "was lost" if number is signal.SIGKILL else r"has not answered for \d+ s"
+    assert re.search(rf"rank {rank} on \S+ {failure}.*, (last seen )?in ", output), output
+    if number is signal.SIGSTOP:
+        assert re.search(rf"rank {rank}: .*:\d+ in \w+", output), output
+    assert not any(Path(f"/proc/{process.pid}").exists() for process in processes)
 
 
 def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path: Path) -> None:
-    words = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    command = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
     with subprocess.Popen(
-        words, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     ) as job:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
         try:

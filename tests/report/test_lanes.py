@@ -27,8 +27,8 @@ def write_ranks(run_dir: Path, ranks: int, rows: int, *, slow: int = 1) -> None:
 def write_flight(run_dir: Path, ranks: int, rows: int) -> None:
     (run_dir / "flight").mkdir()
     for rank in range(ranks):
-        lines = [{"step": 5 * row + rank, "steps": 5, "time": 1.0, "forward": 3.0 + rank, "memory_mb": 9.0, "celsius": 0.0}
-                 for row in range(1, rows + 1)]  # fmt: skip
+        steps = range(5 + rank, 5 * (rows + 1), 5)
+        lines = [{"step": step, "steps": 5, "forward": 3.0 + rank, "memory_mb": 9.0, "celsius": 0.0} for step in steps]
         (run_dir / f"flight/rank-{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -1,0 +1,92 @@
+"""Measure what reports of ranks and the check for silent corruption cost: LeNet on Fashion-MNIST, 2 ranks.
+
+    python benchmarks/health_cost.py --rounds 60
+
+In one run, 100 steps without either, 100 steps with reports at every 20th step, and 100 steps with reports and one check
+follow each other, in turn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+KINDS = ("neither", "reports", "reports and check")
+SEGMENT = 100
+
+
+def install(folder: Path) -> None:
+    """Make the run change its ways every `SEGMENT` steps, and note the seconds of each segment. A plug-in calls this."""
+    from torch import Tensor
+
+    from ddp_trainer.health.rank_reports import NUM_SENSORS, RankReports
+    from ddp_trainer.training.gradient_check import GradientCheck
+    from ddp_trainer.training.step import TrainStep
+
+    own, add, take_step = RankReports.own, RankReports.add, TrainStep.__call__
+    state = {"kind": 0, "wall": 0.0, "cpu": 0.0}
+    output = (folder / f"{os.environ['RANK']}.jsonl").open("w", buffering=1)
+
+    def switched_own(self: RankReports) -> list[float]:
+        return own(self) if state["kind"] else [0.0] * NUM_SENSORS
+
+    def switched_add(self: RankReports, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
+        return add(self, numbers, step, epoch) if state["kind"] else {}
+
+    def switched_step(self: TrainStep, *batch: Tensor) -> Tensor:
+        if self.count % SEGMENT == 0:
+            wall, cpu = time.perf_counter(), time.process_time()
+            output.write(json.dumps([state["kind"], wall - state["wall"], cpu - state["cpu"]]) + "\n")
+            kind = self.count // SEGMENT % 3
+            if kind == 2 and not isinstance(self.check, GradientCheck):
+                self.check = GradientCheck(self, every_steps=SEGMENT // 2, deterministic=False)
+            if isinstance(self.check, GradientCheck):  # one check, in the middle
+                self.check.checked = self.count if kind == 2 else 10**9
+            state.update(kind=kind, wall=time.perf_counter(), cpu=time.process_time())
+        if isinstance(self.check, GradientCheck) and self.count % SEGMENT == SEGMENT - 10:
+            self.check.checked = 10**9
+        return take_step(self, *batch)
+
+    RankReports.own, RankReports.add, TrainStep.__call__ = switched_own, switched_add, switched_step  # type: ignore
+
+
+def main() -> None:
+    """Train, and print the median cost of each kind over the one before it in the same round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--model", default="lenet")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        plugin = Path(name) / "switching.py"
+        plugin.write_text(f"from pathlib import Path\nfrom health_cost import install\ninstall(Path({name!r}))\n")
+        paths = os.pathsep.join([name, str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+        words = [f"model={options.model}", "data=fashion_mnist", f"output_dir={name}", "name=run", "device=cpu",
+                 f"global_batch_size={options.batch}", "epochs=1000000", "log_every_steps=20", "eval_batch_size=1000",
+                 f"max_steps={3 * SEGMENT * (options.rounds + 1) + 1}"]  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_trainer",
+             *words], check=True, stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": paths, "DDP_TRAINER_PLUGINS": "switching", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        ranks = [[json.loads(line) for line in (Path(name) / f"{rank}.jsonl").open()][4:] for rank in (0, 1)]
+    for place, what in ((1, "wall time"), (2, "processor time")):
+        for kind in (1, 2):
+            ratios = []
+            for segments in ranks:
+                by_round = [segments[start : start + 3] for start in range(0, len(segments) - 2, 3)]
+                for one in by_round:
+                    seconds = {number: values[place - 1] for number, *values in one}
+                    ratios.append(seconds[kind] / seconds[kind - 1] - 1)
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"{what}, {KINDS[kind]} over {KINDS[kind - 1]}: {middle:+.2%} ({low:+.2%} to {high:+.2%}, "
+                  f"n = {len(ratios)})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
