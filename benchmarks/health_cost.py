@@ -1,9 +1,9 @@
-"""Measure what reports of ranks and the check for silent corruption cost: LeNet on Fashion-MNIST, 2 ranks.
+"""Measure what reports of ranks and the check for silent corruption cost: LeNet on 28×28 images, 2 ranks.
 
     python benchmarks/health_cost.py --rounds 60
 
-In one run, 100 steps without either, 100 steps with reports at every 20th step, and 100 steps with reports and one check
-follow each other, in turn.
+In one run, 100 steps without either, 100 steps with reports at every 20th step, and 100 steps with reports and one
+check follow each other, in turn.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SEGMENT = 100
 
 
 def install(folder: Path) -> None:
-    """Make the run change its ways every `SEGMENT` steps, and note the seconds of each segment. A plug-in calls this."""
+    """Make the run change its ways every `SEGMENT` steps, and note the seconds of each segment; for a plug-in."""
     from torch import Tensor
 
     from ddp_trainer.health.rank_reports import NUM_SENSORS, RankReports
@@ -66,7 +66,9 @@ def main() -> None:
         plugin = Path(name) / "switching.py"
         plugin.write_text(f"from pathlib import Path\nfrom health_cost import install\ninstall(Path({name!r}))\n")
         paths = os.pathsep.join([name, str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-        words = [f"model={options.model}", "data=fashion_mnist", f"output_dir={name}", "name=run", "device=cpu",
+        words = [f"model={options.model}", "data=synthetic", "data.height=28", "data.width=28",
+                 "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]", f"data.num_train={options.batch * 1000}",
+                 "data.num_eval=200", f"output_dir={name}", "name=run", "device=cpu",
                  f"global_batch_size={options.batch}", "epochs=1000000", "log_every_steps=20", "eval_batch_size=1000",
                  f"max_steps={3 * SEGMENT * (options.rounds + 1) + 1}"]  # fmt: skip
         subprocess.run(
