@@ -11,7 +11,7 @@ NAMED, CLEARED = 0.08, 0.04
 """A rank is named when its steps, or a phase of them, take so much longer, and cleared below the second.
 
 Both are shares of the time of a step, and compared with the median of the other ranks."""
-SAMPLE_SECONDS = 0.1
+SAMPLE_SECONDS = 0.5
 """A sample is at least so long: shorter ones show how the kernel schedules processes."""
 WINDOWS = {3: 3, 11: 7, 45: 24}
 """The mean of 3, 11 or 45 samples in a row decides: a short window is quick, a long one sees through noise.
@@ -20,7 +20,7 @@ At least 3, 7 or 24 of them must be above `EACH`, because one long pause is no s
 EACH = 0.05
 MIN_PAST, MAX_PAST = 7, 20
 """The noise of the machine is measured in so many times the length of a window, before it."""
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 5.0
 """A window must be slower by so many times what 9 of 10 windows before are above their median."""
 PHASE_MARGIN = 2.0
 """Another phase of the named rank has to cost so many times more before it is named instead."""

@@ -15,7 +15,7 @@ BLOCK = 10
 
 def blocks(
     shares: list[int], count: int, *, slow: int | None = None, phase: str = "backward", factor: float = 1.2,
-    noise: float = 0.03, hiccup: float = 0.1, step_seconds: float = 0.03, seed: int = 0,
+    noise: float = 0.03, hiccup: float = 0.1, step_seconds: float = 0.06, seed: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the own times of blocks of steps, with some noise in all and long pauses in a few of them."""
     chance = random.Random(seed)
@@ -84,9 +84,9 @@ def test_a_rank_that_recovers_is_cleared_and_another_phase_is_named_only_if_it_c
 
 def test_short_blocks_are_put_together() -> None:
     finder = StragglerFinder(PHASES, [8, 8])
-    short = blocks([8, 8], 200, slow=0, step_seconds=0.001)  # 10 ms each
+    short = blocks([8, 8], 1000, slow=0, step_seconds=0.001)  # 10 ms each
     assert not any(found_after(finder, short))
-    assert found_after(finder, blocks([8, 8], 200, slow=0, step_seconds=0.001))[-1] is not None
+    assert found_after(finder, blocks([8, 8], 1000, slow=0, step_seconds=0.001))[-1] is not None
 
 
 def test_the_median_is_that_of_the_other_ranks() -> None:
