@@ -148,7 +148,7 @@ class StackExchange:
         return self.store.compare_set(key, "", mine).decode() == mine
 
     def _publish(self, number: int, stack: RankStack) -> None:
-        values: tuple[Any, ...] = (stack.rank, stack.host, stack.phase, stack.step, stack.frames)
+        values: tuple[Any, ...] = astuple(stack)
         self.store.set(f"answer/{number}/{stack.rank}", json.dumps(values))
 
     def _unknown(self, rank: int) -> RankStack:

@@ -1,6 +1,7 @@
 """The Python stacks of the main threads of ranks, and which ranks wait for others."""
 
 import faulthandler
+import json
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ WAITS = ("/torch/distributed/", "/torch/autograd/graph.py", "/ddp_trainer/sync/"
 """Parts of the path of the innermost frame of a rank that waits for others: in a collective, or DDP in backward."""
 QUIT_SECONDS = 1.5
 """How long a process may take to write its stacks after SIGQUIT."""
-MAX_FRAMES = 40
+MAX_FRAMES, MAX_COLLECTIVES = 40, 3
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 THREAD = re.compile(r"^(Thread|Current thread) 0x.*\(most recent call first\)")
 
@@ -46,6 +47,8 @@ class RankStack:
     step: int
     frames: list[Frame]
     """Of its main thread, the innermost first; empty if unknown."""
+    collectives: tuple[str, ...] = ()
+    """Its last collectives, the newest last; empty if unknown."""
 
     @property
     def is_waiting(self) -> bool:
@@ -61,13 +64,14 @@ class RankStack:
     def text(self) -> str:
         """Return the whole stack, the innermost frame first."""
         title = f"rank {self.rank} on {self.host}, in {self.phase} after step {self.step}:"
-        return "\n".join([title, *(f"  {frame}" for frame in self.frames or ["unknown"])])
+        last = [f"  last collectives: {', '.join(self.collectives)}"] if self.collectives else []
+        return "\n".join([title, *(f"  {frame}" for frame in self.frames or ["unknown"]), *last])
 
     @classmethod
     def of(cls, values: list[Any]) -> "RankStack":
         """Return the stack that was sent as the JSON value `values`."""
-        rank, host, phase, step, frames = values
-        return cls(rank, host, phase, step, [Frame(*frame) for frame in frames])
+        rank, host, phase, step, frames, collectives = values
+        return cls(rank, host, phase, step, [Frame(*frame) for frame in frames], tuple(collectives))
 
 
 def is_library(path: str) -> bool:
@@ -196,4 +200,19 @@ def numbers(ranks: Sequence[int], limit: int = 8) -> str:
 
 def own_stack(rank: int, phase: str, step: int) -> RankStack:
     """Return the stack of this rank."""
-    return RankStack(rank, socket.gethostname(), phase, step, main_thread_frames())
+    return RankStack(rank, socket.gethostname(), phase, step, main_thread_frames(), last_collectives())
+
+
+def last_collectives() -> tuple[str, ...]:
+    """Return the last collectives of this process, numbered alike on all ranks, from torch's flight recorder."""
+    try:
+        import torch._C._distributed_c10d as c10d  # torch has no public name for it
+
+        entries = json.loads(getattr(c10d, "_dump_fr_trace_json", None)(True, False))["entries"]  # type: ignore
+        return tuple(
+            f"#{entry['collective_seq_id']} {entry['profiling_name']} {entry['input_sizes']}"
+            f"{'' if entry['state'] == 'scheduled' else ' ' + entry['state']}"
+            for entry in entries[-MAX_COLLECTIVES:]
+        )
+    except Exception:  # of another version of torch: the report goes without
+        return ()

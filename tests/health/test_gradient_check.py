@@ -132,6 +132,33 @@ def test_quiet_steps_raise_no_alarm_with_any_strategy(
     assert on_ranks(ranks, quiet_steps, 30, overrides, precision, parts, deadline=120) == [30] * ranks
 
 
+def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int | None]:
+    """Return whether gradients may differ by rounding, the number of good steps, and the rank that was named."""
+    with in_process_group(compose("device=cpu")) as world:
+        torch.set_num_threads(1 + world.rank)
+        step = build(world, precision=precision)
+        assert isinstance(step.check, GradientCheck)
+        train(step, 30)
+        if world.rank == 2:
+            parameter = list(step.model.parameters())[-2]
+            if what == "gradient":
+                parameter.register_hook(lambda gradient: flip(gradient, int(gradient.abs().argmax()), 30))
+            else:
+                with torch.no_grad():
+                    parameter.copy_(flip(parameter, 7, 0))
+        try:
+            train(step, 1)
+        except CorruptionError as error:
+            return step.check.tolerance is not None, step.count, error.rank
+        return step.check.tolerance is not None, step.count, -1
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_machines_that_round_differently_are_compared_within_a_bound(precision: Precision, what: str) -> None:
+    assert on_ranks(3, on_unequal_machines, precision, what, deadline=120) == [(True, 30, 2)] * 3
+
+
 def test_steps_apart_are_not_compared() -> None:
     assert on_ranks(2, quiet_steps, 10, ("sync=local_sgd", "sync.every_steps=4"), Precision.fp32, 1) == [9, 9]
 

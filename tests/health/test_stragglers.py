@@ -65,7 +65,7 @@ def test_quiet_ranks_with_pauses_now_and_then_are_never_named(shares: list[int])
 
 def test_a_rank_with_a_larger_share_is_named_when_it_is_slow_by_the_image_too() -> None:
     finder = StragglerFinder(PHASES, [3, 2])
-    found = found_after(finder, [*blocks([3, 2], 30, hiccup=0), *blocks([3, 2], 5, slow=0, factor=1.3, hiccup=0)])
+    found = found_after(finder, [*blocks([3, 2], 60, hiccup=0), *blocks([3, 2], 10, slow=0, factor=1.3, hiccup=0)])
     assert found[-1] is not None
     assert found[-1].rank == 0
 
