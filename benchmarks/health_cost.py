@@ -2,7 +2,7 @@
 
     python benchmarks/health_cost.py --rounds 60
 
-In one run, 100 steps without either, 100 steps with reports at every 20th step, and 100 steps with reports and one
+In one run, 100 steps (or --segment) without either, 100 with reports at every 20th step, and 100 with reports and one
 check follow each other, in turn. The difference of their times shows all that either costs, with the noise of the
 machine; the time inside of their functions, over that of the steps, shows most of it without.
 """
@@ -23,8 +23,8 @@ KINDS = ("neither", "reports", "reports and check")
 SEGMENT = 100
 
 
-def install(folder: Path) -> None:
-    """Make the run change its ways every `SEGMENT` steps, and note the seconds of each segment; for a plug-in."""
+def install(folder: Path, segment: int) -> None:
+    """Make the run change its ways every `segment` steps, and note the seconds of each segment; for a plug-in."""
     from torch import Tensor
 
     from ddp_trainer.health.rank_reports import NUM_SENSORS, RankReports
@@ -52,17 +52,17 @@ def install(folder: Path) -> None:
         return timed(add)(self, numbers, step, epoch) if state["kind"] else {}
 
     def switched_step(self: TrainStep, *batch: Tensor) -> Tensor:
-        if self.count % SEGMENT == 0:
+        if self.count % segment == 0:
             wall, cpu = time.perf_counter(), time.process_time()
             numbers = [state["kind"], wall - state["wall"], cpu - state["cpu"], state["inside"]]
             output.write(json.dumps(numbers) + "\n")
-            kind = self.count // SEGMENT % 3
+            kind = self.count // segment % 3
             if kind == 2 and not isinstance(self.check, GradientCheck):
-                self.check = GradientCheck(self, every_steps=SEGMENT // 2, deterministic=False)
+                self.check = GradientCheck(self, every_steps=segment // 2, deterministic=False)
             if isinstance(self.check, GradientCheck):  # one check, in the middle
                 self.check.checked = self.count if kind == 2 else 10**9
             state.update(kind=kind, wall=time.perf_counter(), cpu=time.process_time(), inside=0.0)
-        if isinstance(self.check, GradientCheck) and self.count % SEGMENT == SEGMENT - 10:
+        if isinstance(self.check, GradientCheck) and self.count % segment == segment - 1:
             self.check.checked = 10**9
         return take_step(self, *batch)
 
@@ -75,17 +75,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--segment", type=int, default=SEGMENT, help="steps of a segment [100]")
     parser.add_argument("--model", default="lenet")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         plugin = Path(name) / "switching.py"
-        plugin.write_text(f"from pathlib import Path\nfrom health_cost import install\ninstall(Path({name!r}))\n")
+        plugin.write_text(
+            f"from pathlib import Path\nfrom health_cost import install\ninstall(Path({name!r}), {options.segment})\n"
+        )
         paths = os.pathsep.join([name, str(Path(__file__).parent), str(Path(__file__).parent.parent)])
         words = [f"model={options.model}", "data=synthetic", "data.height=28", "data.width=28",
                  "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]", f"data.num_train={options.batch * 1000}",
                  "data.num_eval=200", f"output_dir={name}", "name=run", "device=cpu",
                  f"global_batch_size={options.batch}", "epochs=1000000", "log_every_steps=20", "eval_batch_size=1000",
-                 f"max_steps={3 * SEGMENT * (options.rounds + 1) + 1}"]  # fmt: skip
+                 f"max_steps={3 * options.segment * (options.rounds + 1) + 1}"]  # fmt: skip
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_trainer",
              *words], check=True, stdout=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require
-from ddp_trainer.config.schema import Config, Device
+from ddp_trainer.config.schema import Device
 from ddp_trainer.distributed.environment import (
     installed_versions,
     interface_towards,
@@ -100,7 +100,7 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     address, interface = address_towards(head), interface_towards(head) or "an interface without a name"
     where = f"{address} on {interface}, head {head}:{options.port}"
     print(f"node {options.node_rank} of {options.nnodes}: {where}", file=sys.stderr, flush=True)
-    speeds = measure_speeds(job) if job is not None and job.check.fitness else {}
+    speeds = measure_speeds(job.device) if job is not None and job.check.fitness else {}
     timeout = options.timeout + (FITNESS_SECONDS if speeds else 0)
     return NodeInfo(
         node_rank=options.node_rank, min_nodes=min_nodes, max_nodes=max_nodes, head=(head, options.port),
@@ -109,11 +109,11 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     )  # fmt: skip
 
 
-def measure_speeds(job: Config) -> dict[str, float]:
+def measure_speeds(device: Device) -> dict[str, float]:
     """Return what this node can do, with all cores that it has for the job, or by its GPUs."""
     from ddp_trainer.performance.fitness import UNITS, measure_node  # imports torch, which takes seconds
 
-    speeds = measure_node(num_threads=usable_cores(), use_gpus=job.device is not Device.cpu)
+    speeds = measure_node(num_threads=usable_cores(), use_gpus=device is not Device.cpu)
     text = ", ".join(f"{name} {speed:,.1f} {UNITS[name]}" for name, speed in speeds.items())
     print(f"fitness of this node: {text}", file=sys.stderr, flush=True)
     return speeds

@@ -91,4 +91,4 @@ def test_the_lanes_are_drawn_and_described(tmp_path: Path) -> None:
         assert "before the failure" in page.evaluate(
             "document.querySelector('canvas.lanes').getAttribute('aria-label')"
         )
-        assert page.errors == []
+        assert not [error for error in page.errors if "willReadFrequently" not in error]  # this test reads pixels
