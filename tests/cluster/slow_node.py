@@ -12,8 +12,9 @@ import time
 words = [sys.executable, *sys.argv[1:]]
 if "node-check" not in words:
     os.execv(sys.executable, words)
-core = sorted(os.sched_getaffinity(0))[int(os.environ["SLURM_NODEID"]) % os.cpu_count()]
-with subprocess.Popen(["taskset", "--cpu-list", str(core), *words]) as check:
+cores = sorted(os.sched_getaffinity(0))
+core = str(cores[int(os.environ["SLURM_NODEID"]) % len(cores)])
+with subprocess.Popen(["taskset", "--cpu-list", core, *words]) as check:
     while check.poll() is None:
         if os.environ["SLURMD_NODENAME"] == os.environ["SLOW_NODE"]:
             check.send_signal(signal.SIGSTOP)
