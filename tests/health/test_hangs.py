@@ -71,7 +71,7 @@ def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) ->
     failure = "was lost" if number is signal.SIGKILL else r"has not answered for \d+ s"
     assert re.search(rf"rank {rank} on \S+ {failure}.*, (last seen )?in ", output), output
     if number is signal.SIGSTOP:
-        assert re.search(rf"ranks? (0, )?{rank}(, 1)?: .*:\d+ in \w+", output), output
+        assert re.search(rf"ranks? (0, )?{rank}(, 1)?: .*:\d+ in \S+", output), output
     assert not any(Path(f"/proc/{process.pid}").exists() for process in processes)
 
 
