@@ -42,7 +42,7 @@ def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
     text = (folder / "run/hang.log").read_text()
     assert re.match(first, text)
     assert f"rank {1 - rank} on" in text
-    assert re.search(r"last collectives: .*#\d+ gloo:all_reduce \[\[\d+\]\]", text), text
+    assert re.search(r"last collectives: .*#\d+ gloo:\w+ \[\[", text), text
     assert not any(Path(f"/proc/{process.pid}").exists() for process in read_processes(folder / "run"))
 
 
