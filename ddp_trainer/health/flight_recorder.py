@@ -25,22 +25,27 @@ class FlightRecorder:
     def __init__(self, run_dir: Path, phases: Sequence[str], *, rank: int) -> None:
         self.path, self.phases = run_dir / FLIGHT_DIR / f"rank-{rank:05}.jsonl", phases
         self.rows: deque[Row] = deque(maxlen=MAX_ROWS)
-        self._seconds, self._steps = [0.0] * len(phases), 0
+        self._step, self._steps, self._values = 0, 0, dict[str, float]()
+        self._seconds = [0.0] * len(phases)
 
     def add(self, step: int, steps: Sequence[Sequence[float]], **values: float) -> None:
         """Add the seconds of each phase in the last steps up to optimizer step `step`, and what was measured there."""
-        first = step - len(steps) + 1
-        for number, seconds in enumerate(steps, start=first):
+        self._values = values
+        for number, seconds in enumerate(steps, start=step - len(steps) + 1):
             self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
-            self._steps += 1
-            if sum(self._seconds) >= ROW_SECONDS or number == step:
-                times = [round(1e3 * value / self._steps, 3) for value in self._seconds]
-                row = {"step": number, "steps": self._steps, "time": round(time.time(), 3)}
-                self.rows.append(row | dict(zip(self.phases, times, strict=True)) | values)
+            self._step, self._steps = number, self._steps + 1
+            if sum(self._seconds) >= ROW_SECONDS:
+                self.rows.append(self._row())
                 self._seconds, self._steps = [0.0] * len(self.phases), 0
+
+    def _row(self) -> Row:
+        times = [round(1e3 * value / self._steps, 3) for value in self._seconds]
+        row = {"step": self._step, "steps": self._steps, "time": round(time.time(), 3)}
+        return row | dict(zip(self.phases, times, strict=True)) | self._values
 
     def write(self) -> None:
         """Write what is known to the run directory, from any thread; a full disk loses it."""
+        rows = [*tuple(self.rows), *([self._row()] if self._steps else [])]
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
-            replace_text(self.path, "".join(json.dumps(row) + "\n" for row in tuple(self.rows)))
+            replace_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -51,7 +51,7 @@ def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
     recorder.write()
     found = rows(tmp_path / "flight/rank-00003.jsonl")
     assert len(found) == MAX_ROWS
-    assert (found[-1]["step"], found[-1]["steps"]) == (40000, 4)
+    assert (found[-1]["step"], found[-1]["steps"]) == (40000, 8)  # half a second, whatever the log points are
     assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (15.625, 46.875, 100.0)
 
 
