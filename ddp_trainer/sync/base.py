@@ -77,11 +77,16 @@ def unflatten(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def exchange(operations: Sequence[dist.P2POp]) -> None:
-    """Run all sends and receives at once and wait for them.
+    """Run all sends and receives at once and wait for them."""
+    for request in start_exchange(operations):
+        request.wait()
+
+
+def start_exchange(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Start all sends and receives at once, and return what waits for each.
 
     Receives are posted first, because gloo moves both directions at once only then (383 ms against 201 ms for 22 MB
     each way over 1 Gbit/s).
     """
     ordered = sorted(operations, key=lambda operation: operation.op is dist.isend)
-    for request in dist.batch_isend_irecv(ordered) if ordered else ():
-        request.wait()
+    return dist.batch_isend_irecv(ordered) if ordered else []

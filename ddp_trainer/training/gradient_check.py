@@ -3,7 +3,7 @@
 import platform
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
-from ddp_trainer.sync.base import exchange
+from ddp_trainer.sync.base import start_exchange
 from ddp_trainer.training.metrics import DesynchronizedError
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Difference of a projection of two gradients over their norm that rounding may cause: some 1,000 or 10 ulp."""
+TAG = 1
+"""Of messages between ranks, so that those of a strategy, which travel meanwhile, are not taken for them."""
 
 
 class CorruptionError(DesynchronizedError):
@@ -50,6 +52,7 @@ class GradientCheck:
         """The last step that was checked."""
         self._prints: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
+        self._batch: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -57,14 +60,18 @@ class GradientCheck:
         is_later = (self.step.count + 1) // self.every_steps > self.checked // self.every_steps
         return is_later and self.step.sync.is_synchronized
 
-    def watch(self) -> None:
-        """Take this rank's gradients as backward leaves them, before they are communicated."""
+    def watch(self, images: Tensor, labels: Tensor) -> None:
+        """Take this rank's gradients as backward leaves them, before they are communicated.
+
+        The batch begins to travel to the next rank here, beside the work of the step.
+        """
 
         def take(number: int, parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._prints[number] = self.describe(parameter.grad)
 
         self._prints.clear()
+        self._batch = self.start_shift(images, labels, shift=1)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda p, number=number: take(number, p))
             for number, parameter in enumerate(self.parameters)
@@ -80,7 +87,9 @@ class GradientCheck:
             hook.remove()
         self.checked = self.step.count + 1
         own = self.combine([self._prints.get(number) for number in range(len(self.parameters))])
-        again = self.recompute(images, labels, shift=1)
+        assert self._batch is not None
+        again = self.recompute(*self._batch(), shift=1)
+        self._batch = None
         model = bit_sum([parameter.detach() for parameter in self.parameters]).double()[None]
         table = torch.stack(self.world.all_gather(torch.cat([own, again, model]))).cpu()
         size = len(own)
@@ -91,7 +100,8 @@ class GradientCheck:
             self.fail(odd[0] if len(models) > 2 else None, "holds other parameters than the rest")
         differing = [rank for rank in range(len(owns)) if not self.are_equal(owns[rank], agains[rank])]
         if differing:
-            third = torch.stack(self.world.all_gather(self.recompute(images, labels, shift=2))).cpu().roll(-2, 0)
+            again = self.recompute(*self.start_shift(images, labels, shift=2)(), shift=2)
+            third = torch.stack(self.world.all_gather(again)).cpu().roll(-2, 0)
             self.decide(owns, agains, third, differing)
 
     def decide(self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]) -> None:
@@ -119,14 +129,31 @@ class GradientCheck:
             rank,
         )
 
+    def start_shift(self, images: Tensor, labels: Tensor, *, shift: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Begin to send a batch to the rank `shift` places after this one. Return what waits for that of the one before.
+
+        images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
+        """
+        rank, ranks = self.world.rank, self.world.world_size
+        source, target = (rank - shift) % ranks, (rank + shift) % ranks
+        if source == rank:
+            return lambda: (images, labels)
+        length = len(range(source, self.step.settings.global_batch_size, ranks))
+        image_operations, received_images = transfer(images, length, source=source, target=target)
+        label_operations, received_labels = transfer(labels, length, source=source, target=target)
+        requests = start_exchange([*image_operations, *label_operations])
+
+        def wait() -> tuple[Tensor, Tensor]:
+            for request in requests:
+                request.wait()
+            return received_images, received_labels
+
+        return wait
+
     def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
-        """Return the description of the gradient of the rank `shift` places before this one, computed here."""
+        """Return the description of the gradient of the rank `shift` places before this one, from its batch."""
         step, world = self.step, self.world
         source = (world.rank - shift) % world.world_size
-        shape = torch.Size([len(range(source, step.settings.global_batch_size, world.world_size))])
-        if source != world.rank:
-            target = (world.rank + shift) % world.world_size
-            images, labels = (shifted(part, shape, source, target) for part in (images, labels))
         buffers = [buffer.clone() for buffer in step.model.buffers()]
         seed_device(world.device, derive_seed(step.settings.seed, step=step.count, purpose=f"rank {source}"))
         total: list[Tensor | None] = [None] * len(self.parameters)
@@ -170,14 +197,17 @@ def bit_sum(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts).sum() % 2**52  # a float64 holds it exactly
 
 
-def shifted(mine: Tensor, length: torch.Size, source: int, target: int) -> Tensor:
-    """Send `mine`, [B, …], to the rank `target`, and return what `source` sent: [length, …], in the same layout."""
+def transfer(mine: Tensor, length: int, *, source: int, target: int) -> tuple[list[dist.P2POp], Tensor]:
+    """Return what sends `mine`, [B, …], to the rank `target`, and receives what `source` sends: [length, …].
+
+    What is received has the layout of `mine`.
+    """
     is_channels_last = mine.ndim == 4 and mine.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
-    received = torch.empty(*length, *mine.shape[1:], dtype=mine.dtype, device=mine.device, memory_format=layout)
+    received = torch.empty(length, *mine.shape[1:], dtype=mine.dtype, device=mine.device, memory_format=layout)
     out, into = (part.permute(0, 2, 3, 1) if is_channels_last else part for part in (mine, received))
-    exchange([dist.P2POp(dist.irecv, into, source), dist.P2POp(dist.isend, out.contiguous(), target)])
-    return received
+    receive = dist.P2POp(dist.irecv, into, source, tag=TAG)
+    return [receive, dist.P2POp(dist.isend, out.contiguous(), target, tag=TAG)], received
 
 
 def machine(device: torch.device) -> str:

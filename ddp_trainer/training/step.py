@@ -56,8 +56,8 @@ class StepCheck(Protocol):
         """Whether the current step is checked."""
         ...
 
-    def watch(self) -> None:
-        """Prepare for backward."""
+    def watch(self, images: Tensor, labels: Tensor) -> None:
+        """Prepare for the forward and backward passes of this batch."""
         ...
 
     def compare(self, images: Tensor, labels: Tensor) -> None:
@@ -107,7 +107,7 @@ class TrainStep:
         statistics = flatten_buffers(self.model) if self.skips_nonfinite else None
         check = self.check if self.check is not None and self.check.is_due else None
         if check is not None:
-            check.watch()
+            check.watch(images, labels)
         *early, last = self.split(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
