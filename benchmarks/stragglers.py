@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 SIZE = 64
 KINDS = {"stopped": "backward", "core shared": "backward", "forward": "forward", "backward": "backward", "data": "data"}
 """The kinds of slowdown, with the phase that is right: of those from outside the longest."""
-FIRST_STEPS, LAST_STEPS, LOG_STEPS = 300, 60, 10
+FIRST_STEPS, SLOW_STEPS, LAST_STEPS, LOG_STEPS = 300, 70, 60, 10
 
 
 class Trial(NamedTuple):
@@ -38,7 +38,7 @@ class Trial(NamedTuple):
     kind: str
     rank: int
     steps: int | None
-    """From the start of the slowdown to the log point at which the rank was named; None: not within 100 steps."""
+    """From the start of the slowdown to the log point at which the rank was named; None: not within 70 steps."""
     named: str
     slowdown: float
     """As it was reported."""
@@ -146,10 +146,13 @@ def try_slowdown(job: Job, kind: str, rank: int) -> Trial:
     """Return what was found about one slowdown, and wait until it is over."""
     with slowdown(job, kind, rank):
         begin, found = job.step, None
-        while found is None and job.step < begin + 100:
+        while job.step < begin + SLOW_STEPS:
             time.sleep(0.02)
             named = [record for record in job.records()[-10:] if record["step"] > begin and "straggler/rank" in record]
-            found = named[0] if named else None
+            found = found or (named[0] if named else None)
+    slow = {"begin": begin, "end": job.step, "kind": kind, "rank": rank}
+    with (job.run_dir / "slow.jsonl").open("a") as file:
+        file.write(json.dumps(slow) + "\n")
     job.wait(job.step + LAST_STEPS)
     while "straggler/rank" in job.records()[-1]:
         job.wait(job.step + LOG_STEPS)

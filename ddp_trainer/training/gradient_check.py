@@ -130,7 +130,7 @@ class GradientCheck:
         )
 
     def start_shift(self, images: Tensor, labels: Tensor, *, shift: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin to send a batch to the rank `shift` places after this one. Return what waits for that of the one before.
+        """Begin to send a batch to the rank `shift` places on. Return what waits for that of the rank as far before.
 
         images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
         """
