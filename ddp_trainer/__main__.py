@@ -1,5 +1,6 @@
 """The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m ddp_trainer …``."""
 
+import faulthandler
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ def main() -> None:
     end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
+    if command in ("", "train"):
+        faulthandler.register(signal.SIGQUIT, file=2)  # stacks to stderr, until a job collects those of all ranks
     from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
 
     with errors_as_exit_codes():

@@ -96,6 +96,40 @@ def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path
     assert (ended.code, ended.output) == (2, f"error: no job is running in {tmp_path / 'run'}\n")
 
 
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16) >> (number - 1) & 1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+
+
+def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(tmp_path: Path) -> None:
+    command = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    output, run_dir = tmp_path / "output", tmp_path / "run"
+    with (
+        output.open("w") as file,
+        subprocess.Popen(command, env=clean_environment(), stdout=file, stderr=file, start_new_session=True) as job,
+    ):
+        try:
+            wait_for(lambda: len(children(job.pid)) == 2)
+            rank = max(children(job.pid))
+            wait_for(lambda: handles(rank, signal.SIGQUIT))
+            assert not run_dir.exists()
+            os.kill(rank, signal.SIGQUIT)
+            wait_for(lambda: "most recent call first" in output.read_text())
+            wait_for(lambda: (run_dir / "metrics.jsonl").exists())
+            os.kill(rank, signal.SIGQUIT)
+            wait_for(lambda: (run_dir / "stacks.log").exists() and "rank 1 on" in (run_dir / "stacks.log").read_text())
+            assert "rank 0 on" in (run_dir / "stacks.log").read_text()
+            assert job.poll() is None
+        finally:
+            os.kill(job.pid, signal.SIGTERM)
+            job.wait(timeout=60)
+
+
 # --- who is absent ------------------------------------------------------------------------------
 
 REDUCE = Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
