@@ -271,7 +271,7 @@ class FailureMonitor:
 
     def _root_cause(self, error: Exception) -> list[str]:
         """Return the lines of this rank's report, or none if another rank reports the root cause."""
-        lines = [self._own_status().line("failed first, in"), *error_lines(error)]
+        lines = [self._own_status().line(getattr(error, "outcome", "failed first, in")), *error_lines(error)]
         try:
             if any(part in str(error) for part in LOST_PEER):
                 lines = [status.line(LOST) for status in self._silent_ranks()] or lines

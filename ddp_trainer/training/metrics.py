@@ -15,7 +15,10 @@ class DivergedError(RuntimeError):
 
 
 class DesynchronizedError(RuntimeError):
-    """Replicas that should be equal are not."""
+    """Replicas that should be equal are not. All ranks raise this in the same step."""
+
+    outcome = "and all other ranks stopped, in"
+    """What the report of this rank says it did."""
 
 
 @dataclass(kw_only=True, slots=True)

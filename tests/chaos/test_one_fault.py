@@ -99,6 +99,7 @@ def test_a_flipped_bit_in_one_replica_is_found_at_the_next_save(tmp_path: Path) 
     done = launch_faulty("flip:2:3", tmp_path, ranks=3)
     assert done.code == 1
     assert "rank 2 holds other parameters than the rest" in done.output
+    assert re.search(r"rank \d on \S+ and all other ranks stopped, in \w+ after step \d", done.output), done.output
     assert newest_checkpoint(tmp_path / "run")["step"] == 2
 
 
