@@ -16,6 +16,7 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.inference.preprocessing import Preprocessing
 from ddp_trainer.inference.trained_model import TrainedModel
+from ddp_trainer.models.state import load_state
 
 TOLERANCE = 1e-5
 """The largest difference of a probability from the checkpoint's that an exported file may have."""
@@ -120,7 +121,7 @@ def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any,
 
     state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
     path.write_bytes(save(state, metadata={"format": "pt", **metadata(trained)}))
-    model.model.load_state_dict(load_file(path))
+    load_state(model.model, load_file(path))
     return model
 
 

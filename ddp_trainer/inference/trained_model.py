@@ -16,6 +16,7 @@ from ddp_trainer.config.errors import ConfigError, flatten_keys, require, requir
 from ddp_trainer.config.schema import Config
 from ddp_trainer.inference.preprocessing import Preprocessing
 from ddp_trainer.models import build_model
+from ddp_trainer.models.state import load_state
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
     names, shape = list(state["class_names"]), state["preprocessing"]["image_shape"]
     model = build_model(replace(config.model, weights=None), image_shape=tuple(shape), num_classes=len(names))
     try:
-        model.load_state_dict(state.get("ema") or state["model"])
+        load_state(model, state.get("ema") or state["model"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path} does not fit model={config.model.name} as it is installed here: {reason}") from error

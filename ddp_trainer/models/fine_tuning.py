@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.models.state import load_state
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
         f"model.weights={file} does not match the model: {'; '.join(problems[:3])}{more}; choose the model and the "
         "options with which the file was saved",
     )
-    model.load_state_dict(state, strict=False)
+    load_state(model, state, strict=False)
     new = ", ".join(name for name in own if name in head and name not in state) or "none"
     logger.info("loaded %d tensors from %s; randomly initialized: %s", len(state), file, new)
 

@@ -17,6 +17,7 @@ from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.failure_monitor import COMPILATION, FailureMonitor
 from ddp_trainer.loggers.base import LoggerGroup, Value
 from ddp_trainer.loggers.console import EpochProgress
+from ddp_trainer.models.state import load_state
 from ddp_trainer.scores.results import SampleResults
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.bad_samples import BadSamples
@@ -260,7 +261,7 @@ class Trainer:
             "data there, choose name=… for a new run, or resume=never to start from step 0",
         )
         for model, saved in zip(self.train_step.models, (state["model"], state.get("ema")), strict=False):
-            model.load_state_dict(saved or {})
+            load_state(model, saved or {})
         self.train_step.load_state_dict(state)
         if len(state["statistics_by_rank"]) == self.world.world_size:
             restore_buffers(self.train_step.models, state["statistics_by_rank"][self.world.rank])

@@ -1,0 +1,17 @@
+"""The weights of a model as tensors by name."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+
+def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError as of ``nn.Module.load_state_dict``.
+
+    torch keeps the versions of modules in an attribute of its own states, which files do not have, and some modules
+    refuse a state without (MNASNet of torchvision): they are taken to be those of `model`.
+    """
+    state = OrderedDict(tensors)
+    state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(state, strict=strict)
