@@ -16,6 +16,7 @@ from torchvision import models
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.models import ModelConfig, TimmModelConfig, TorchvisionModelConfig
 from ddp_trainer.models import build_model
+from ddp_trainer.models.state import load_state
 
 TORCHVISION = models.list_models(module=models)
 SMALL = {
@@ -85,6 +86,15 @@ def test_a_model_of_torchvision_is_torchvisions() -> None:
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(ours.eval()(images), theirs.eval()(images))
+
+
+def test_a_state_needs_no_versions_of_its_modules() -> None:
+    model, other = (build("torchvision", "mnasnet0_5", side=64) for _ in range(2))
+    tensors = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(ValueError, match="version"):  # of torch itself
+        model.load_state_dict(tensors)
+    load_state(model, tensors)
+    assert_bitwise(tensors, dict(model.state_dict()))
 
 
 def test_a_model_of_timm_is_timms() -> None:
