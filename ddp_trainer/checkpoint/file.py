@@ -8,16 +8,20 @@ import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ddp_trainer.distributed.files import replace_file
+from ddp_trainer.distributed.process_group import World
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"ddp_trainer/1 sha256 "
 TRAILER_BYTES = len(MAGIC) + 32
+CHUNK_BYTES = 2**20
 
 State = dict[str, Any]
 
@@ -65,26 +69,63 @@ def try_link(source: Path, path: Path) -> None:
         logger.warning("%s was not written (%s); training continues", path, error)
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of the checkpoint file `path`; DamagedCheckpointError if its checksum does not match."""
+def read_state(path: Path) -> State:
+    """Return the state in the checkpoint file `path`, read so that memory holds it once.
+
+    Raises:
+        DamagedCheckpointError: its checksum does not match, or it is not builtins and tensors, so that nothing can run.
+    """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            check(file)
+            return parse(file)
     except OSError as error:
         raise DamagedCheckpointError(f"cannot be read ({error})") from error
-    if data[-TRAILER_BYTES:-32] != MAGIC:
-        size = f"{len(data)} bytes"
-        raise DamagedCheckpointError(f"does not end with a checksum ({size}): truncated, or not written by ddp_trainer")
-    if hashlib.sha256(memoryview(data)[:-TRAILER_BYTES]).digest() != data[-32:]:
+
+
+def check(file: BinaryIO) -> None:
+    """Raise DamagedCheckpointError unless the content of `file` has the checksum at its end."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TRAILER_BYTES))
+    trailer = file.read()
+    if trailer[:-32] != MAGIC:
+        what = "truncated, or not written by ddp_trainer"
+        raise DamagedCheckpointError(f"does not end with a checksum ({size} bytes): {what}")
+    file.seek(0)
+    digest, left = hashlib.sha256(), size - TRAILER_BYTES
+    while left > 0 and (chunk := file.read(min(left, CHUNK_BYTES))):
+        digest.update(chunk)
+        left -= len(chunk)
+    if digest.digest() != trailer[-32:]:
         raise DamagedCheckpointError("does not match its checksum: altered after it was written")
-    return data
 
 
-def parse(data: bytes) -> State:
-    """Return the state in `data`; DamagedCheckpointError unless it is builtins and tensors, so that nothing can run."""
+def parse(file: BinaryIO) -> State:
+    """Return the state in `file`; DamagedCheckpointError unless it is one of builtins and tensors."""
+    file.seek(0)
     try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise DamagedCheckpointError(f"does not load ({str(error).splitlines()[0]})") from error
     if not isinstance(state, dict) or not all(isinstance(state.get(key), int) for key in ("step", "epoch")):
         raise DamagedCheckpointError("is not a checkpoint of ddp_trainer: the key step or epoch is missing")
     return state
+
+
+def broadcast_state(state: State, world: World) -> State:
+    """Return rank 0's `state`, sent tensor by tensor so that no rank holds it twice; empty if it is empty.
+
+    Tensors arrive contiguous, on the CPU. Collective: every rank must call this.
+    """
+    if world.world_size == 1 or not world.broadcast_object(bool(state)):
+        return state if world.is_main else {}
+    outline = io.BytesIO()
+    if world.is_main:
+        torch.save(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), outline)
+    outline = io.BytesIO(world.broadcast_bytes(outline.getvalue()))
+
+    def transfer(tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous() if world.is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return world.broadcast(tensor)
+
+    return tree_map_only(Tensor, transfer, state if world.is_main else parse(outline))

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, parse, read_bytes, write_file
+from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, broadcast_state, read_state, write_file
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import CheckpointConfig
 from ddp_trainer.distributed.process_group import World
@@ -52,12 +52,12 @@ class CheckpointStore:
         """Load the newest good checkpoint into `target`; False if there is none.
 
         ConfigError if all are damaged, or if this one holds something else than the state of such a `target`. Rank 0
-        reads it and every rank gets the same bytes. Collective: every rank must call this.
+        reads it and every rank gets the same state. Collective: every rank must call this.
         """
-        data = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else bytes)
-        if data := self.world.broadcast_bytes(data):
+        state = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else dict)
+        if state := broadcast_state(state, self.world):
             try:
-                target.load_state_dict(parse(data))
+                target.load_state_dict(state)
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 if isinstance(error, ConfigError | torch.OutOfMemoryError):
                     raise
@@ -66,15 +66,14 @@ class CheckpointStore:
                     f"{self.last_good} holds something else than the state of this run ({text}): remove it, and the "
                     "one before it is used"
                 ) from error
-        return bool(data)
+        return bool(state)
 
-    def _read_newest(self) -> bytes:
-        """Return the content of the newest good checkpoint, empty if there is none; rename damaged ones before it."""
+    def _read_newest(self) -> State:
+        """Return the state in the newest good checkpoint, empty if there is none; rename damaged ones before it."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
-                data = read_bytes(path)
-                state = parse(data)
+                state = read_state(path)
             except DamagedCheckpointError as error:
                 logger.warning("checkpoint %s %s: trying the one before it", path, error)
                 continue
@@ -83,13 +82,13 @@ class CheckpointStore:
                 with suppress(OSError):
                     damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
             self.last_good = path
-            return data
+            return state
         if paths:
             raise ConfigError(
                 f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good one there, "
                 "or set resume=never to start from step 0 (the old directory is renamed)"
             )
-        return b""
+        return {}
 
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
         """Copy the state of `source` and write it in the background. Collective: every rank must call this."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import yaml
 
-from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, parse, read_bytes
+from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import program, wants_help
 from ddp_trainer.config.errors import FAILURE, require, require_run_dir
@@ -123,7 +123,7 @@ def read_checkpoints(run_dir: Path) -> dict[str, State | str]:
     checkpoints: dict[str, State | str] = {}
     for path in sorted((run_dir / "checkpoints").glob("*.pt")):
         try:
-            state = parse(read_bytes(path))
+            state = read_state(path)
             missing = {"config", "epoch", "train_samples"} - state.keys()
             checkpoints[path.name] = f"lacks {', '.join(sorted(missing))}" if missing else state
         except DamagedCheckpointError as error:

@@ -69,6 +69,14 @@ class World:
         """Return rank 0's `value` (a JSON value). Collective: every rank must call this."""
         return self.all_gather_object(value)[0]
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Return rank 0's `tensor`, where `tensor` is; all must be contiguous. Collective: every rank must call this."""
+        if self.world_size > 1 and tensor.numel():
+            sent = tensor.to(self.device)
+            dist.broadcast(sent, src=0)
+            return tensor if self.is_main else sent.to(tensor.device)
+        return tensor
+
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Return rank 0's `data`, of any length. Collective: every rank must call this."""
         length = self.broadcast_object(len(data))

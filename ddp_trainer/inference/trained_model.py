@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, parse, read_bytes
+from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
 from ddp_trainer.config.composition import free_keys, from_builtins
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require, require_run_dir, suggestion
 from ddp_trainer.config.schema import Config
@@ -111,7 +111,7 @@ def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
     reason = "is not there"
     for path in choices.get(checkpoint, []):
         try:
-            return path, parse(read_bytes(path))
+            return path, read_state(path)
         except DamagedCheckpointError as error:
             reason = str(error)
             logger.warning("checkpoint %s %s", path, error)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import TINY, forkserver, read_summary, records, succeed, train_on, trials
 
-from ddp_trainer.checkpoint.store import DamagedCheckpointError, parse, read_bytes, write_file
+from ddp_trainer.checkpoint.store import DamagedCheckpointError, read_state, write_file
 
 KILLS = trials(200)
 FLIPS = trials(200)
@@ -45,7 +45,7 @@ def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
         writer.join()
         for path in tmp_path.glob("step-*.pt"):
             try:
-                state = parse(read_bytes(path))
+                state = read_state(path)
             except DamagedCheckpointError:
                 unreadable += 1
                 continue
@@ -65,7 +65,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def is_refused(checkpoint: Path, data: bytes | bytearray) -> bool:
     checkpoint.write_bytes(data)
     try:
-        parse(read_bytes(checkpoint))
+        read_state(checkpoint)
     except DamagedCheckpointError:
         return True
     return False
@@ -114,4 +114,4 @@ def test_a_full_disk_costs_no_training(small_disk: Path) -> None:
 def test_a_failed_write_leaves_the_file_that_was_there(checkpoint: Path) -> None:
     with pytest.raises(OSError, match="was not written"):
         write_file(checkpoint.parent / "missing" / "step-00000002.pt", lenet_state(2))
-    assert parse(read_bytes(checkpoint))["step"] == 1
+    assert read_state(checkpoint)["step"] == 1

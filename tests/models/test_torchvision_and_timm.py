@@ -69,7 +69,7 @@ def assert_trains_and_resumes(library: str, arch: str, folder: Path, *, side: in
 @pytest.mark.parametrize(("library", "arch"), [(library, arch) for library, names in CHOSEN.items() for arch in names])
 def test_a_model_trains_and_resumes(library: str, arch: str, tmp_path: Path) -> None:
     """Train with MODELS=all every model of torchvision and TIMM, which takes an hour."""
-    side = next(side for side in (64, 96, 224, 256, 299) if takes(library, arch, side))
+    side = next(side for side in (64, 96, 224, 240, 256, 299) if takes(library, arch, side))
     assert_trains_and_resumes(library, arch, tmp_path, side=side, deadline=1000)
 
 
