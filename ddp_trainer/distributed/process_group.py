@@ -70,7 +70,7 @@ class World:
         return self.all_gather_object(value)[0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's `tensor`, where `tensor` is; all must be contiguous. Collective: every rank must call this."""
+        """Return the `tensor` of rank 0, all being contiguous. Collective: every rank must call this."""
         if self.world_size > 1 and tensor.numel():
             sent = tensor.to(self.device)
             dist.broadcast(sent, src=0)
