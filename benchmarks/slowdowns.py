@@ -1,5 +1,9 @@
-"""A plug-in that slows one rank down while training: the file SLOWDOWN holds ``phase rank seconds`` or ``none``."""
+"""A plug-in that slows one rank down while training: the file SLOWDOWN holds ``phase rank seconds`` or ``none``.
 
+The times by which ranks are compared are written to blocks.jsonl beside it, so that other constants can be tried.
+"""
+
+import json
 import mmap
 import os
 import time
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.data.loaders import Batch, TrainLoader
+from ddp_trainer.health.stragglers import StragglerFinder
 from ddp_trainer.training.step import TrainStep
 
 SIZE = 64
@@ -39,6 +44,7 @@ class SlowBackward(torch.autograd.Function):
 
 
 take_step, loss_of, batches_of = TrainStep.__call__, TrainStep.loss, TrainLoader.__iter__
+add_times = StragglerFinder.add
 
 
 def counted_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
@@ -59,4 +65,11 @@ def slow_batches(self: TrainLoader) -> Iterator[Batch]:
         yield batch
 
 
+def recorded_add(self: StragglerFinder, seconds: Tensor, *, begin: int) -> None:
+    add_times(self, seconds, begin=begin)
+    with Path(os.environ["SLOWDOWN"]).with_name("blocks.jsonl").open("a") as file:
+        file.write(json.dumps([begin, seconds.tolist()]) + "\n")
+
+
 TrainStep.__call__, TrainStep.loss, TrainLoader.__iter__ = counted_step, slow_loss, slow_batches  # type: ignore
+StragglerFinder.add = recorded_add  # type: ignore

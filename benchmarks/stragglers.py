@@ -183,6 +183,7 @@ def run_trials(ranks: int, count: int, quiet_steps: int, keys: list[str]) -> tup
             job.end()
             if keep := os.environ.get("KEEP"):
                 shutil.copytree(job.run_dir, f"{keep}/{ranks}", dirs_exist_ok=True)
+                shutil.copy(Path(name) / "blocks.jsonl", f"{keep}/{ranks}")
 
 
 def pin(job: Job) -> None:

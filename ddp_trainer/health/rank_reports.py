@@ -36,8 +36,8 @@ Row = dict[str, Any]
 class RankReports:
     """Collects this rank's numbers for a log point, and turns those of all ranks into tags and messages.
 
-    own_times: returns, for each step since its last call, the seconds of each of `phases`. shares: how many images
-    each rank has in a step. Collective: every rank must construct one.
+    own_times: returns, for each step since its last call, the seconds of each of `phases`, then those of them off
+    processors. shares: how many images each rank has in a step. Collective: every rank must construct one.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankReports:
         self.sensors, self.growth, self.is_throttled = Sensors(world.device), MemoryGrowth(), False
         self.lanes = Lanes(run_dir / RANKS_FILE, max_rows=max(16, MAX_VALUES // (world.world_size * len(phases))))
         self.is_warm = False
-        self.block, self.count, self.step = [0.0] * len(phases), 0, 0
+        self.block, self.count, self.step = [0.0] * 2 * len(phases), 0, 0
         self.total_ms, self.num_steps = torch.zeros(world.world_size, dtype=torch.float64), 0
         """The own time of each rank in this launch, and the steps in which it was measured."""
 
@@ -70,16 +70,17 @@ class RankReports:
             self.block, self.count = [a + b for a, b in zip(self.block, seconds, strict=True)], self.count + 1
             if self.count == self.block_steps:
                 blocks += self.block
-                self.block, self.count = [0.0] * len(self.phases), 0
+                self.block, self.count = [0.0] * 2 * len(self.phases), 0
         self.step += len(steps)
         memory, (celsius, throttled) = current_memory_mb(self.world.device), self.sensors.read()
-        self.recorder.add(self.step, steps, memory_mb=round(memory, 1), celsius=celsius)
+        own = [seconds[: len(self.phases)] for seconds in steps]
+        self.recorder.add(self.step, own, memory_mb=round(memory, 1), celsius=celsius)
         return [memory, peak_memory_mb(self.world.device), celsius, throttled, *blocks]
 
     def add(self, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
         """Return the tags of a log point after optimizer step `step`. numbers: those of each rank, float64 [W, n]."""
         memory, peak, celsius, throttled = numbers[:, :NUM_SENSORS].unbind(1)
-        blocks = numbers[:, NUM_SENSORS:].reshape(self.world.world_size, -1, len(self.phases))
+        blocks = numbers[:, NUM_SENSORS:].reshape(self.world.world_size, -1, 2 * len(self.phases))
         tags: dict[str, float | str] = {"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())}
         if celsius.any():
             tags |= {"temperature/max_celsius": float(celsius.max()), "temperature/max_rank": int(celsius.argmax())}
@@ -89,7 +90,7 @@ class RankReports:
             return tags
         end = step - self.count
         begin = end - blocks.shape[1] * self.block_steps
-        milliseconds = 1e3 * blocks.sum(1) / (end - begin)
+        milliseconds = 1e3 * blocks.sum(1)[:, : len(self.phases)] / (end - begin)
         if self.world.is_main:
             times = dict(zip(self.phases, milliseconds.T.tolist(), strict=True))
             self.lanes.add({"step": end, "steps": end - begin, **times, "memory_mb": memory.tolist()})
@@ -119,7 +120,7 @@ class RankReports:
             logger.warning("the processor of %s is slowed down by heat (%.0f °C)", self.hosts[rank], celsius[rank])
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
-        """Return the tags of the straggler, and log it when it changes. blocks: float64 [W, blocks, P]."""
+        """Return the tags of the straggler, and log it when it changes. blocks: float64 [W, blocks, 2 P]."""
         assert self.finder is not None
         was = self.finder.found
         for number, block in enumerate(blocks.unbind(1)):

@@ -45,7 +45,9 @@ class Sample:
 
     begin: int
     slowdown: Tensor
-    """float64 [W, P + 1]: by which share of a step each phase, and last the step, is longer than that of the others."""
+    """float64 [W, 2 P + 1]: by which share of a step each is longer than that of the others.
+
+    Of the phases, of their time off processors, and of the step."""
 
 
 class StragglerFinder:
@@ -53,7 +55,8 @@ class StragglerFinder:
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if it is slow both by the step and by the image, so that a larger share of the batch is no fault. How much
-    slower it must be is `NAMED`, and more on a machine whose ranks differ from one moment to the next.
+    slower it must be is `NAMED`, and more on a machine whose ranks differ from one moment to the next. The time for
+    which a rank is on no processor is compared apart, because it depends less on what else the machine does.
     """
 
     def __init__(self, phases: Sequence[str], shares: Sequence[int]) -> None:
@@ -63,13 +66,16 @@ class StragglerFinder:
         self._past: dict[int, deque[Tensor]] = {length: deque(maxlen=(MAX_PAST + 1) * length) for length in WINDOWS}
         self._length = min(WINDOWS)
         self._begin: int | None = None
-        self._seconds = torch.zeros(len(shares), len(phases), dtype=torch.float64)
+        self._seconds = torch.zeros(len(shares), 2 * len(phases), dtype=torch.float64)
 
     def add(self, seconds: Tensor, *, begin: int) -> None:
-        """Add the own times of steps in a row, the first of which followed optimizer step `begin`: float64 [W, P]."""
+        """Add the own times of steps in a row, the first of which followed optimizer step `begin`.
+
+        seconds: float64 [W, 2 P], of each phase, then those of them off processors.
+        """
         self._begin = begin if self._begin is None else self._begin
         self._seconds = self._seconds + seconds
-        if self._seconds.sum(1).median() >= SAMPLE_SECONDS:
+        if self._seconds[:, : len(self.phases)].sum(1).median() >= SAMPLE_SECONDS:
             self._samples.append(compare(self._seconds, self.shares, begin=self._begin))
             self._begin, self._seconds = None, torch.zeros_like(self._seconds)
             self._find()
@@ -81,43 +87,51 @@ class StragglerFinder:
         slow = [(length, rank) for length, window in windows.items() if (rank := self._slow_rank(window)) is not None]
         if slow or self.found is not None:
             length, rank = slow[0] if slow or self.found is None else (self._length, self.found.rank)
-            self._name(rank, windows[length].mean(0)[rank], since=self._samples[-length].begin, length=length)
+            self._name(rank, level(windows[length])[rank], since=self._samples[-length].begin, length=length)
         else:
             for length, window in windows.items():
-                self._past[length].append(window.mean(0))
+                self._past[length].append(level(window))
         if self.found is not None and self.found.slowdown < CLEARED:
             self.found = None
             self._samples.clear()
 
     def _slow_rank(self, window: Tensor) -> int | None:
-        """Return the rank that is slow in a window of slowdowns, [samples, W, P + 1], not just by noise, or None."""
-        length, mean = len(window), window.mean(0)
-        is_slow = (mean >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (mean[:, -1:] > EACH)
+        """Return the rank that is slow in a window of slowdowns, [samples, W, 2 P + 1], not just by noise, or None."""
+        length, found = len(window), level(window)
+        is_slow = (found >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (found[:, -1:] > EACH)
         past = list(self._past[length])
         past = past[:-length] if self.found is None else past  # without those that share samples with this one
         if not is_slow.any() or len(past) < MIN_PAST * length:
             return None
         before = torch.stack(past)
         usual = before.quantile(0.5, 0)
-        is_slow &= mean >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
-        return int(torch.where(is_slow.any(1), mean[:, -1], -1.0).argmax()) if is_slow.any() else None
+        is_slow &= found >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
+        return int(torch.where(is_slow.any(1), found[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, since: int, length: int) -> None:
-        """Name `rank`, by its `slowdown`, [P + 1], in a window of so many samples, and the phase that costs most."""
-        phase = int(slowdown[:-1].argmax())
+        """Name `rank`, by its `slowdown`, [2 P + 1], in a window of so many samples, and the phase that costs most."""
+        of_phases = slowdown[:-1].view(2, -1).amax(0)
+        phase = int(of_phases.argmax())
         if self.found is None:
             for past_length, past in self._past.items():  # the last windows have samples of the straggler
                 for _ in range(min(past_length, len(past))):
                     past.pop()
         elif self.found.rank == rank:
             since, named = self.found.since, self.phases.index(self.found.phase)
-            phase = phase if slowdown[phase] > PHASE_MARGIN * slowdown[named] else named
+            phase = phase if of_phases[phase] > PHASE_MARGIN * of_phases[named] else named
         self.found, self._length = Straggler(rank, self.phases[phase], float(slowdown[-1]), since), length
 
 
+def level(window: Tensor) -> Tensor:
+    """Return the mean over a window, [samples, …]; of the shortest the median if it is smaller, as by one long pause."""
+    mean = window.mean(0)
+    return torch.minimum(mean, window.median(0).values) if len(window) == min(WINDOWS) else mean
+
+
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
-    """Return by how much each rank is slower than the median of the others. seconds: [W, P], shares: [W]."""
-    with_total = torch.cat([seconds, seconds.sum(1, keepdim=True)], 1)
+    """Return by how much each rank is slower than the median of the others. seconds: [W, 2 P], shares: [W]."""
+    own = seconds[:, : seconds.shape[1] // 2]
+    with_total = torch.cat([seconds, own.sum(1, keepdim=True)], 1)
     per_step = with_total - median_of_others(with_total)
     per_image = with_total - shares[:, None] * median_of_others(with_total / shares[:, None])
     excess = torch.minimum(per_step, per_image)

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,15 @@ PHASES = {
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "between steps")
 """The phases in which a rank does not wait for others."""
 
-Instant = float | torch.cuda.Event
+
+class HostTime(NamedTuple):
+    """The clock of the host, and the time for which the thread has been on a processor, in seconds."""
+
+    clock: float
+    on_processor: float
+
+
+Instant = HostTime | torch.cuda.Event
 
 
 class StepTimer:
@@ -69,17 +77,20 @@ class StepTimer:
             self.enter("data")
 
     def own_times(self) -> list[list[float]]:
-        """Return for each step of the window the seconds of each of `OWN_PHASES`; on a GPU this waits for the device.
+        """Return for each step of the window the seconds of each of `OWN_PHASES`, then those of them off processors.
 
-        A step begins where its data phase does.
+        The second are those in which this thread waited, was stopped, or had to leave its core to another; 0 on a GPU,
+        where this waits for the device. A step begins where its data phase does.
         """
         self.enter("control point")
         steps: list[list[float]] = []
         for (phase, start), (_, end) in pairwise(self.begins):
             if phase == "data" or not steps:
-                steps.append([0.0] * len(OWN_PHASES))
+                steps.append([0.0] * 2 * len(OWN_PHASES))
             if phase in OWN_PHASES:
-                steps[-1][OWN_PHASES.index(phase)] += elapsed(start, end)
+                place = OWN_PHASES.index(phase)
+                steps[-1][place] += elapsed(start, end)
+                steps[-1][len(OWN_PHASES) + place] += off_processor(start, end)
         return steps[-self.steps :] if self.steps else []
 
     def close_window(self, images_per_step: int) -> dict[str, float]:
@@ -105,7 +116,7 @@ class StepTimer:
 
     def _now(self) -> Instant:
         if not self.is_cuda:
-            return time.perf_counter()
+            return HostTime(time.perf_counter(), time.thread_time())
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -120,5 +131,12 @@ def elapsed(start: Instant, end: Instant) -> float:
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()
         return start.elapsed_time(end) / 1e3
-    assert not isinstance(end, torch.cuda.Event)
-    return end - start
+    assert isinstance(end, HostTime)
+    return end.clock - start.clock
+
+
+def off_processor(start: Instant, end: Instant) -> float:
+    """Return the seconds from `start` to `end` in which the thread was on no processor; 0 for events of a GPU."""
+    if isinstance(start, HostTime) and isinstance(end, HostTime):
+        return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor))
+    return 0.0

@@ -15,10 +15,13 @@ BLOCK = 10
 
 def blocks(
     shares: list[int], count: int, *, slow: int | None = None, phase: str = "backward", factor: float = 1.2,
-    noise: float = 0.03, hiccup: float = 0.1, step_seconds: float = 0.06, seed: int = 0,
+    noise: float = 0.03, hiccup: float = 0.1, step_seconds: float = 0.06, seed: int = 0, waits: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the own times of blocks of steps, with some noise in all and long pauses in a few of them."""
-    chance = random.Random(seed)
+    """Return the own times of blocks of steps, with some noise in all and long pauses in a few of them.
+
+    waits: the slow rank is off its processor for what it loses, else it computes for longer.
+    """
+    chance, waiting = random.Random(seed), random.Random(seed)
     typical = torch.tensor([0.02, 0.33, 0.6, 0.05], dtype=torch.float64) * step_seconds * BLOCK
     made = []
     for _ in range(count):
@@ -28,9 +31,12 @@ def blocks(
             row = row * torch.tensor([chance.gauss(1, noise) for _ in PHASES], dtype=torch.float64)
             if chance.random() < hiccup / len(shares):
                 row[chance.randrange(len(PHASES))] += chance.uniform(0.05, 0.5) * step_seconds * BLOCK
+            off = 0.01 * typical * torch.tensor([waiting.random() for _ in PHASES], dtype=torch.float64)
             if rank == slow:
-                row[PHASES.index(phase)] += (factor - 1) * typical.sum() * share / max(shares)
-            rows.append(row)
+                lost = (factor - 1) * typical.sum() * share / max(shares)
+                row[PHASES.index(phase)] += lost
+                off[PHASES.index(phase)] += lost * waits
+            rows.append(torch.cat([row, off]))
         made.append(torch.stack(rows))
     return made
 
@@ -98,10 +104,10 @@ def test_the_median_is_that_of_the_other_ranks() -> None:
 
 
 def test_the_slowdown_is_that_of_the_whole_step() -> None:
-    seconds = torch.tensor([[1.0, 3.0], [1.0, 4.0], [1.0, 3.0]], dtype=torch.float64)
+    seconds = torch.tensor([[1.0, 3.0, 0.0, 0.0], [1.0, 4.0, 0.0, 0.5], [1.0, 3.0, 0.0, 0.0]], dtype=torch.float64)
     sample = compare(seconds, torch.ones(3, dtype=torch.float64), begin=0)
     assert sample.slowdown[:, -1].tolist() == pytest.approx([-1 / 9, 0.25, -1 / 9])
-    assert sample.slowdown[1].tolist() == [0.0, 0.25, 0.25]
+    assert sample.slowdown[1].tolist() == [0.0, 0.25, 0.0, 0.125, 0.25]
 
 
 def test_a_rank_that_was_slow_from_the_start_is_named_when_the_noise_is_known() -> None:
@@ -116,3 +122,14 @@ def test_a_machine_that_is_noisy_takes_longer_and_has_no_false_alarm() -> None:
     found = found_after(finder, blocks([8, 8], 60, noise=0.15, slow=1, seed=4))
     assert found[-1] is not None
     assert found[-1].rank == 1
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_waits_is_named_soon_where_computing_is_noisy(phase: str) -> None:
+    for seed in range(5):
+        finder = StragglerFinder(PHASES, [8, 8])
+        assert not any(found_after(finder, blocks([8, 8], 60, noise=0.1, seed=seed)))
+        times = blocks([8, 8], 5, noise=0.1, slow=seed % 2, phase=phase, factor=1.3, waits=True, hiccup=0, seed=seed)
+        found = found_after(finder, times)
+        assert found[-1] is not None
+        assert (found[-1].rank, found[-1].phase) == (seed % 2, phase)
