@@ -123,7 +123,7 @@ class StragglerFinder:
 
 
 def level(window: Tensor) -> Tensor:
-    """Return the mean over a window, [samples, …]; of the shortest the median if it is smaller, as by one long pause."""
+    """Return the mean over a window, [samples, …]; of the shortest the median if that is smaller."""
     mean = window.mean(0)
     return torch.minimum(mean, window.median(0).values) if len(window) == min(WINDOWS) else mean
 
