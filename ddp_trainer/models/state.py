@@ -15,3 +15,9 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool 
     state = OrderedDict(tensors)
     state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
     model.load_state_dict(state, strict=strict)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of `model` themselves and copies of its buffers, by name."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}

@@ -17,7 +17,7 @@ from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.failure_monitor import COMPILATION, FailureMonitor
 from ddp_trainer.loggers.base import LoggerGroup, Value
 from ddp_trainer.loggers.console import EpochProgress
-from ddp_trainer.models.state import load_state
+from ddp_trainer.models.state import load_state, tensors_of
 from ddp_trainer.scores.results import SampleResults
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.bad_samples import BadSamples
@@ -231,11 +231,9 @@ class Trainer:
         self.control.saved()
 
     def state_dict(self) -> State:
-        """Return the state from which training resumes. Collective: every rank must call this."""
+        """Return the state from which training resumes, with the parameters themselves. Collective."""
         with averaged_statistics(self.train_step.models, self.world) as own:
-            model, *averages = (
-                {key: value.clone() for key, value in model.state_dict().items()} for model in self.train_step.models
-            )
+            model, *averages = (tensors_of(model) for model in self.train_step.models)
         return {
             "model": model,
             "ema": averages[0] if averages else None,
