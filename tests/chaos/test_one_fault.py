@@ -22,7 +22,7 @@ from conftest import (
     wait_for,
 )
 
-from ddp_trainer.checkpoint.file import DamagedCheckpointError, parse, read_bytes, write_file
+from ddp_trainer.checkpoint.file import DamagedCheckpointError, read_state, write_file
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 
@@ -166,5 +166,5 @@ def test_nothing_in_a_checkpoint_runs(tmp_path: Path) -> None:
 
     write_file(tmp_path / "evil.pt", {"model": Evil()})
     with pytest.raises(DamagedCheckpointError, match="does not load"):
-        parse(read_bytes(tmp_path / "evil.pt"))
+        read_state(tmp_path / "evil.pt")
     assert not (tmp_path / "x").exists()

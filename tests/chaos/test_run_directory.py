@@ -32,7 +32,7 @@ from conftest import (
     wait_for,
 )
 
-from ddp_trainer.checkpoint.file import State, parse, read_bytes, write_file
+from ddp_trainer.checkpoint.file import State, read_state, write_file
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.files import lock_file
 
@@ -67,14 +67,14 @@ def test_retention_keeps_what_is_good(tmp_path: Path) -> None:
 def test_a_kill_loses_no_best_checkpoint(tmp_path: Path) -> None:
     best = tmp_path / "best.pt"
     for number in range(100):
-        before = parse(read_bytes(best))["step"] if best.exists() else 0
+        before = read_state(best)["step"] if best.exists() else 0
         writer = forkserver().Process(target=write_best_for_ever, args=(tmp_path, before))
         writer.start()
-        wait_for(lambda: best.exists() and parse(read_bytes(best))["step"] > before)  # noqa: B023 - called at once
+        wait_for(lambda: best.exists() and read_state(best)["step"] > before)  # noqa: B023 - called at once
         time.sleep(number / 20_000)
         writer.kill()
         writer.join()
-        assert parse(read_bytes(best))["step"] > before
+        assert read_state(best)["step"] > before
 
 
 def write_best_for_ever(folder: Path, step: int) -> None:
@@ -105,7 +105,7 @@ def test_a_checkpoint_with_other_content_is_one_error(content: str, tmp_path: Pa
     path = tmp_path / "run/checkpoints/step-00000016.pt"
     words = (*TINY, f"output_dir={tmp_path}", "name=run", "epochs=3")
     train_on(1, *words, "max_steps=16")
-    write_file(path, CONTENTS[content](parse(read_bytes(path))))
+    write_file(path, CONTENTS[content](read_state(path)))
     done = launch(*words)
     [line] = [line for line in done.output.splitlines() if line.startswith("error: ")]
     assert (done.code, line.startswith(f"error: {path} holds something else than the state of this run (")) == (2, True)
