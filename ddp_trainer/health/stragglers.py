@@ -97,16 +97,16 @@ class StragglerFinder:
 
     def _slow_rank(self, window: Tensor) -> int | None:
         """Return the rank that is slow in a window of slowdowns, [samples, W, 2 P + 1], not just by noise, or None."""
-        length, found = len(window), level(window)
-        is_slow = (found >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (found[:, -1:] > EACH)
+        length, excess = len(window), level(window)
+        is_slow = (excess >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (excess[:, -1:] > EACH)
         past = list(self._past[length])
         past = past[:-length] if self.found is None else past  # without those that share samples with this one
         if not is_slow.any() or len(past) < MIN_PAST * length:
             return None
         before = torch.stack(past)
         usual = before.quantile(0.5, 0)
-        is_slow &= found >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
-        return int(torch.where(is_slow.any(1), found[:, -1], -1.0).argmax()) if is_slow.any() else None
+        is_slow &= excess >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
+        return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, since: int, length: int) -> None:
         """Name `rank`, by its `slowdown`, [2 P + 1], in a window of so many samples, and the phase that costs most."""
