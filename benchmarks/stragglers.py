@@ -54,6 +54,8 @@ class Job:
 
     def __init__(self, ranks: int, folder: Path, keys: list[str]) -> None:
         self.ranks, self.run_dir, self.control = ranks, folder / "run", folder / "slowdown"
+        self.known: list[dict[str, Any]] = []
+        self.num_read = 0
         self.control.write_text(f"{'none':<{SIZE}}{0:<{SIZE}}")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -80,16 +82,21 @@ class Job:
             file.write(f"{text:<{SIZE}}")
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records of training so far."""
+        """Return the records of training so far; reads only what is new, to leave the cores to the ranks."""
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [record for line in lines if "rank/slowest" in (record := json.loads(line))]
+        if path.exists():
+            with path.open() as file:
+                file.seek(self.num_read)
+                new = file.read().rpartition("\n")[0]
+            self.num_read += len(new) + bool(new)
+            self.known += [record for line in new.splitlines() if "rank/slowest" in (record := json.loads(line))]
+        return self.known
 
     def wait(self, step: int) -> None:
         """Wait until the records of `step` are there."""
         while not (records := self.records()) or records[-1]["step"] < step:
             assert self.process.poll() is None, self.run_dir
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank."""
@@ -147,7 +154,7 @@ def try_slowdown(job: Job, kind: str, rank: int) -> Trial:
     with slowdown(job, kind, rank):
         begin, found = job.step, None
         while job.step < begin + SLOW_STEPS:
-            time.sleep(0.02)
+            time.sleep(0.1)
             named = [record for record in job.records()[-10:] if record["step"] > begin and "straggler/rank" in record]
             found = found or (named[0] if named else None)
     slow = {"begin": begin, "end": job.step, "kind": kind, "rank": rank}
