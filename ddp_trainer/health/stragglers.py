@@ -23,7 +23,7 @@ MIN_PAST, MAX_PAST = 7, 20
 NOISE_FACTOR = 5.0
 """A window must be slower by so many times what 9 of 10 windows before are above their median."""
 PHASE_MARGIN = 2.0
-"""Another phase of the named rank has to cost so many times more before it is named instead."""
+"""Another phase than the longest, or than the one that is named, has to cost so many times more to be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Sample:
     """float64 [W, 2 P + 1]: by which share of a step each is longer than that of the others.
 
     Of the phases, of their time off processors, and of the step."""
+    longest: int
+    """The phase in which the ranks spend most time."""
 
 
 class StragglerFinder:
@@ -87,7 +89,7 @@ class StragglerFinder:
         slow = [(length, rank) for length, window in windows.items() if (rank := self._slow_rank(window)) is not None]
         if slow or self.found is not None:
             length, rank = slow[0] if slow or self.found is None else (self._length, self.found.rank)
-            self._name(rank, level(windows[length])[rank], since=self._samples[-length].begin, length=length)
+            self._name(rank, level(windows[length])[rank], first=self._samples[-length], length=length)
         else:
             for length, window in windows.items():
                 self._past[length].append(level(window))
@@ -108,18 +110,19 @@ class StragglerFinder:
         is_slow &= excess >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
         return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
-    def _name(self, rank: int, slowdown: Tensor, *, since: int, length: int) -> None:
+    def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
         """Name `rank`, by its `slowdown`, [2 P + 1], in a window of so many samples, and the phase that costs most."""
-        of_phases = slowdown[:-1].view(2, -1).amax(0)
-        phase = int(of_phases.argmax())
+        since, named = first.begin, first.longest
         if self.found is None:
             for past_length, past in self._past.items():  # the last windows have samples of the straggler
                 for _ in range(min(past_length, len(past))):
                     past.pop()
         elif self.found.rank == rank:
             since, named = self.found.since, self.phases.index(self.found.phase)
-            phase = phase if of_phases[phase] > PHASE_MARGIN * of_phases[named] else named
-        self.found, self._length = Straggler(rank, self.phases[phase], float(slowdown[-1]), since), length
+        of_phases = slowdown[:-1].view(2, -1).amax(0)
+        of_phases[named] *= PHASE_MARGIN
+        phase = self.phases[int(of_phases.argmax())]
+        self.found, self._length = Straggler(rank, phase, float(slowdown[-1]), since), length
 
 
 def level(window: Tensor) -> Tensor:
@@ -136,7 +139,7 @@ def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
     per_image = with_total - shares[:, None] * median_of_others(with_total / shares[:, None])
     excess = torch.minimum(per_step, per_image)
     others = (with_total - excess)[:, -1:]  # the time of a step of the others
-    return Sample(begin, excess / others.clamp(min=1e-9))
+    return Sample(begin, excess / others.clamp(min=1e-9), int(own.sum(0).argmax()))
 
 
 def median_of_others(values: Tensor) -> Tensor:

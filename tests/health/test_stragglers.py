@@ -133,3 +133,16 @@ def test_a_rank_that_waits_is_named_soon_where_computing_is_noisy(phase: str) ->
         found = found_after(finder, times)
         assert found[-1] is not None
         assert (found[-1].rank, found[-1].phase) == (seed % 2, phase)
+
+
+def test_of_a_rank_that_is_slow_in_all_phases_the_longest_is_named() -> None:
+    for seed in range(5):
+        finder = StragglerFinder(PHASES, [8, 8])
+        assert not any(found_after(finder, blocks([8, 8], 30, hiccup=0, noise=0.01, seed=seed)))
+        slowed = torch.tensor([1.2, 1.4, 1.15, 1.2] * 2)  # forward loses 13 % of a step, backward 9 %
+        times = [
+            block * torch.stack([slowed, torch.ones(8)]) for block in blocks([8, 8], 5, hiccup=0, noise=0.01, seed=seed)
+        ]
+        found = found_after(finder, times)[-1]
+        assert found is not None
+        assert (found.rank, found.phase) == (0, "backward")
