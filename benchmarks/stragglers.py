@@ -136,9 +136,11 @@ def slow_process(kind: str, pid: int, share: float) -> None:
     if kind == "core shared":
         (core,) = os.sched_getaffinity(pid)
         os.sched_setaffinity(0, {core})
-        os.nice(7)  # its weight is 0.21 of the rank's
-        while True:
-            pass
+        while True:  # by time of the processor: the kernel's shares depend on how often the rank waits
+            end = time.process_time() + 0.05 * share
+            while time.process_time() < end:
+                pass
+            time.sleep(0.05)
     try:
         while True:
             os.kill(pid, signal.SIGSTOP)
