@@ -115,7 +115,8 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
         )  # fmt: skip
         run_dir = Path(folder) / "bench"
         summary = json.loads((run_dir / "summary.json").read_text())
-        first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first = next(record for record in records if "time/step_ms" in record)
     window_seconds = first["time/step_ms"] * (job.window - 1) / 1e3  # from the first step's end to the first record
     return {
         "images_per_second": summary["images_per_second"],
