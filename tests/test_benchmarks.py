@@ -23,4 +23,4 @@ def test_a_trainer_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> No
                       data=DATA)  # fmt: skip
     measured = compare.run_trainer(job, name, workers=0)
     assert measured["images_per_second"] > 0
-    assert 0 < measured["first_step_seconds"] < 60
+    assert measured["first_step_seconds"] > 0
