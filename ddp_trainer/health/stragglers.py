@@ -32,7 +32,7 @@ class Straggler:
 
     rank: int
     phase: str
-    """Where it loses most of the time."""
+    """The longest phase, or the one in which it loses far more (`PHASE_MARGIN`)."""
     slowdown: float
     """Its own time of a step over the median of the other ranks, less 1."""
     since: int
@@ -111,7 +111,7 @@ class StragglerFinder:
         return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
-        """Name `rank`, by its `slowdown`, [2 P + 1], in a window of so many samples, and the phase that costs most."""
+        """Name `rank`, by its `slowdown`, [2 P + 1], in a window of so many samples from `first` on, and a phase."""
         since, named = first.begin, first.longest
         if self.found is None:
             for past_length, past in self._past.items():  # the last windows have samples of the straggler
