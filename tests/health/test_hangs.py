@@ -97,7 +97,7 @@ def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path
 
 
 def handles(pid: int, number: signal.Signals, *, launcher: int) -> bool:
-    """Return whether a process has a handler of its own for a signal: until its program starts it has the launcher's."""
+    """Return whether a process has a handler of its own for a signal; before its program starts it has its parent's."""
     if Path(f"/proc/{pid}/cmdline").read_bytes() == Path(f"/proc/{launcher}/cmdline").read_bytes():
         return False
     status = Path(f"/proc/{pid}/status").read_text()
