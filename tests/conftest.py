@@ -16,6 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from ddp_trainer.distributed.environment import limit_spinning, plugin_modules, read_environment
+
+limit_spinning()  # as the command line does: the tests that run at the same time share the cores
+
+# ruff: noqa: E402
 import torch
 from torch.distributed import TCPStore
 from torch.utils._pytree import tree_flatten_with_path
@@ -23,7 +29,6 @@ from torch.utils._pytree import tree_flatten_with_path
 from ddp_trainer import registry
 from ddp_trainer.config.composition import compose as compose_words
 from ddp_trainer.config.schema import Config
-from ddp_trainer.distributed.environment import plugin_modules, read_environment
 from ddp_trainer.distributed.process_group import World, process_group
 from ddp_trainer.training.run import run
 
@@ -31,6 +36,8 @@ TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31"
         "data.height=12", "data.width=12", "data.mean=[0.5]", "data.std=[0.25]", "precision=fp32",
         "global_batch_size=12", "epochs=2")  # fmt: skip
 """Overrides for a run of 16 steps that takes a fraction of a second once torch is imported."""
+BATCHNORM = ("model=timm", "model.arch=test_resnet")
+"""Overrides for a small model with BatchNorm: 373,370 parameters for images with one channel."""
 
 
 def pytest_configure() -> None:
@@ -167,8 +174,8 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 def train_in(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that trains under tmp_path/<name> on `ranks` ranks and returns the run directory."""
 
-    def go(name: str, *overrides: str, ranks: int = 1) -> Path:
-        train_on(ranks, f"output_dir={tmp_path}", f"name={name}", *overrides)
+    def go(name: str, *overrides: str, ranks: int = 1, deadline: float = 60) -> Path:
+        train_on(ranks, f"output_dir={tmp_path}", f"name={name}", *overrides, deadline=deadline)
         return tmp_path / name
 
     return go
@@ -211,7 +218,8 @@ def _rank(rank: int, world_size: int, port: int, results: Any, function: Callabl
 def forkserver() -> Any:
     """Return the multiprocessing context whose processes are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "conftest"])
+    modules = ["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "torchvision.models"]
+    context.set_forkserver_preload([*modules, "conftest"])  # not timm, which imports wandb
     return context
 
 

@@ -107,7 +107,7 @@ ARGUMENTS = {
     "epochs=1,2": "epochs=1,2 has several values: add --multirun to run each, or make it a list, 'epochs=[1,2]'",
     "data=synthetic data.num_eval=0": "data.num_eval=0 must be greater than 0",
     "data=synthetic data.num_classes=1": "data.num_classes=1 must be 2 to 256",
-    "data=synthetic data.channels=1": "data.mean=[0.5, 0.5, 0.5] must have one value per channel",
+    "data=synthetic data.channels=1": "data.mean=[0.5, 0.5, 0.5] and data.std must have one value per channel",
     "data=synthetic data.augment.random_crop_padding=32": "data.augment.random_crop_padding=32 must be smaller than ",
     "optimizer=adamw optimizer.momentum=0": "optimizer.momentum=0 does not go with optimizer=adamw",
     "optimizer=adamw optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be two values in [0, 1)",

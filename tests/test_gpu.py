@@ -45,7 +45,7 @@ def test_the_losses_are_those_of_a_cpu(model: str, train_in: Callable[..., Path]
 
 @pytest.mark.parametrize("extra", [("precision=fp16",), ("precision=bf16",), ("compile=true",), ("max_grad_norm=1",)])
 def test_digits_are_learned(extra: tuple[str, ...], train_in: Callable[..., Path]) -> None:
-    run_dir = train_in("run", "experiment=digits_resnet18", "device=cuda", "epochs=8", *extra)
+    run_dir = train_in("run", "experiment=digits_resnet18", "device=cuda", "epochs=8", *extra, deadline=240)
     found = read_summary(run_dir)
     assert found["eval/top1"] > 0.95
     assert 0 < found["mfu"] < 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all, trained_state
+from conftest import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all, trained_state
 
 MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
 VARIANTS = {
@@ -14,9 +14,8 @@ VARIANTS = {
     "adamw": ("optimizer=adamw",),
     "accumulation": ("gradient_accumulation_steps=2",),
     "bf16": ("precision=bf16",),
-    "batchnorm": ("model=resnet18", "model.stem=imagenet", "data.num_train=72", "epochs=1",
-                  "checkpoint.every_steps=null"),  # because a checkpoint has 90 MB
-}  # fmt: skip
+    "batchnorm": (*BATCHNORM, "data.num_train=72", "epochs=1"),
+}
 AT = {2: [*VARIANTS], 3: ["momentum", "batchnorm"], 4: ["momentum"]}
 """The variants by number of ranks: what a variant adds does not depend on it, unlike the order of sums."""
 

@@ -29,6 +29,7 @@ def batches(loader: TrainLoader) -> Iterator[Batch]:
 def train(job: Job) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device, layout = place(job, int(os.environ["LOCAL_RANK"])), torch.channels_last
+    torch.backends.cudnn.benchmark = True  # as ddp_trainer does
     torch.manual_seed(0)
     images = read_split(job.data, "train")
     loader = TrainLoader(

@@ -119,7 +119,7 @@ class CheckpointStore:
 
 
 def _to_host(value: Any) -> Any:
-    """Return a deep copy with every tensor on the CPU, apart from the tensors that training changes."""
+    """Return a deep copy with every tensor on the CPU, which shares no memory with the original."""
     match value:
         case torch.Tensor():
             return value.detach().to("cpu", copy=True)

@@ -32,7 +32,7 @@ RANK_0_SECONDS = 5.0
 def run_command(
     command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str
 ) -> None:
-    """Call ``command(config, run_dir, options)`` with what `words` say, or print the help that they ask for."""
+    """Call ``command(config, run_dir, options)`` for each job that `words` describe, or print the help."""
     if wants_help(words):
         print_help(f"{program()} {command.__name__} [option=value …] [key=value …]", description, schema)
         return

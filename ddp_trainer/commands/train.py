@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether Hydra runs the jobs of a sweep; ConfigError if a launcher was chosen that is for sweeps only."""
+    """Return whether this process runs a sweep; ConfigError if not, and a launcher for sweeps was chosen."""
     hydra = HydraConfig.get()
     launcher = hydra.runtime.choices["hydra/launcher"]
     require(launcher == "basic", f"hydra/launcher={launcher} is for sweeps: add --multirun, or leave it out")

@@ -153,8 +153,7 @@ class SyntheticConfig(DataConfig):
         DataConfig.__post_init__(self)
         require(
             len(self.mean) == self.channels,
-            f"data.mean={self.mean} must have one value per channel, and so must data.std: "
-            f"data.channels={self.channels}",
+            f"data.mean={self.mean} and data.std must have one value per channel, and data.channels={self.channels}",
         )
         self.augment.check_images(self.channels, self.height, self.width)
 

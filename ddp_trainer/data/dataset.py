@@ -1,6 +1,7 @@
 """Data sets: what a builder returns, the held-out validation split, and the fingerprint of the samples."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,21 +200,32 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
             yield image.contiguous().numpy().tobytes() + str(label).encode()
 
 
+def held_out_counts(sizes: Sequence[int], fraction: float) -> list[int]:
+    """Return how many images to hold out of each class: `fraction` rounded up or down as the sum needs, never all."""
+    counts, total, held_out = list[int](), 0, 0
+    for size in sizes:
+        total += size
+        missing = round(fraction * total) - held_out
+        counts.append(max(math.floor(fraction * size), min(missing, math.ceil(fraction * size), size - 1)))
+        held_out += counts[-1]
+    return counts
+
+
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
     """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed.
 
-    Of image files it is the same part of each class.
+    Of image files it is the same part of each class, to within one image, and never all of a class.
     """
     order = torch.randperm(num_samples(datasets.train), generator=generator(0, purpose="validation"))
     groups = [order]
     if isinstance(datasets.train, ImageFiles):
         labels = datasets.train.labels[order]
         groups = [order[labels == label] for label in labels.unique()]
-    counts = [round(fraction * len(group)) for group in groups]
+    counts = held_out_counts([len(group) for group in groups], fraction)
     require(
-        0 < sum(counts) < len(order),
-        f"data.validation_fraction={fraction} of {len(order)} training images leaves one of the "
-        "splits empty: choose another",
+        sum(counts) > 0,
+        f"data.validation_fraction={fraction} of {len(order)} training images holds none out: it needs a larger "
+        "fraction, and more than one image of a class",
     )
     parts = [group.tensor_split([count]) for group, count in zip(groups, counts, strict=True)]
 

@@ -105,7 +105,10 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
 
 
 def scan(root: Path, path: Path) -> FileIndex:
-    """Return the index of `root`, which may be saved in `path`; ConfigError names a folder that cannot be read."""
+    """Scan `root` and return its index, with `saved_in=path`.
+
+    Raises ConfigError, or TransientError if the user cannot change it, for a folder that cannot be read.
+    """
     try:
         status = os.stat(root)
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
@@ -131,7 +134,10 @@ def scan(root: Path, path: Path) -> FileIndex:
 
 
 def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[str], cache_dir: Path) -> FileIndex:
-    """Return the index of files that a data set lists, sorted by class; ConfigError names one that is not there."""
+    """Return the index of files that a data set lists, sorted by class.
+
+    Raises ConfigError, or TransientError if the user cannot change it, for a file that cannot be read.
+    """
     order = sorted(range(len(paths)), key=lambda number: (labels[number], os.fsencode(paths[number])))
     names = [os.fsencode(paths[number]) for number in order]
     try:

@@ -135,7 +135,8 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[Batch]:
         parts = self.ids.split(self.local_batch_size) if len(self.ids) else ()
         for ids, (pixels, labels) in zip(parts, self.reader.read(parts), strict=True):
-            yield Batch(self.normalize(pixels.to(self.device)), labels.to(self.device), ids.to(self.device))
+            pixels, labels, ids = (part.to(self.device, non_blocking=True) for part in (pixels, labels, ids))
+            yield Batch(self.normalize(pixels), labels, ids)
 
 
 @dataclass(frozen=True, slots=True)

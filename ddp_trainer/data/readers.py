@@ -96,7 +96,7 @@ class SampleReader:
         with torch.inference_mode(False):  # because the threads, which are not in it, write to them
             shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
-            labels = torch.empty(len(ids), dtype=torch.int64)
+            labels = torch.empty(len(ids), dtype=torch.int64, pin_memory=self.pin_memory)
 
         indices, rows = ids.tolist(), None if draws is None else draws.tolist()
         places, label_array = range(len(indices)), labels.numpy()

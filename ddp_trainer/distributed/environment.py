@@ -135,6 +135,11 @@ def user_cache(variables: Mapping[str, str] = os.environ) -> Path:
     return Path(os.path.expanduser(variables.get("XDG_CACHE_HOME") or "~/.cache")) / "ddp_trainer"
 
 
+def c_compilers(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the names of the C compilers that Triton looks for: CC alone if it is set."""
+    return (variables["CC"],) if variables.get("CC") else ("clang", "gcc")
+
+
 def job_secret(variables: Mapping[str, str] = os.environ) -> str | None:
     """Return the secret that the nodes of this job share: DDP_TRAINER_JOB_SECRET."""
     return variables.get("DDP_TRAINER_JOB_SECRET") or None
@@ -166,8 +171,9 @@ def set_interface(environment: Environment, variables: MutableMapping[str, str] 
     """Set the network interface of gloo and NCCL to the one that routes to rank 0, unless the user has chosen one."""
     is_one_node = environment.world_size == environment.local_world_size
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
-        for library in ("GLOO",) if is_one_node else ("GLOO", "NCCL"):
-            variables.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if not is_one_node:
+            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, the beginning of a name
 
 
 def interface_towards(host: str) -> str | None:

@@ -185,10 +185,9 @@ class FailureMonitor:
                 write_error_file(self._environment.error_file, text, since=time.time())
 
     def _own_status(self) -> RankStatus:
-        progress = self._progress
         return RankStatus(
             self._world.rank, time.time(), self.phase, self.step, socket.gethostname(), os.getpid(),
-            progress.idle_seconds, progress.still_seconds,
+            self._progress.idle_seconds, self._progress.still_seconds,
         )  # fmt: skip
 
     def _status(self, rank: int) -> RankStatus | None:
@@ -289,6 +288,8 @@ class FailureMonitor:
             if self._stop_requested() and not was_stopping:
                 self._exit(0)  # torchrun ends this rank, and prints the error file of the one that was killed
             silent = [status for status in silent if self._status(status.rank) == status]
+        if was_stopping and silent and all(self._stacks.has_ended(status.rank) for status in silent):
+            self._exit(0)  # the same, where torchrun was faster than the collective
         return silent
 
     def _claim(self, lines: list[str]) -> bool:

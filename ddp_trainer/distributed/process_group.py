@@ -141,7 +141,8 @@ def process_group(
 
 def choose_device(device: Device, backend: Backend, environment: Environment) -> tuple[torch.device, str]:
     """Return the torch device and the name of the backend; ConfigError if this machine lacks one of them."""
-    gpus, ranks = torch.cuda.device_count(), environment.local_world_size
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # a driver may be too old
+    ranks = environment.local_world_size
     use_cuda = device is Device.cuda or (device is Device.auto and gpus > 0)
     if backend is Backend.nccl:
         require(gpus > 0, "backend=nccl needs a GPU and none is visible: use backend=gloo, or backend=auto")

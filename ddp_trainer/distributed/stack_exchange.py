@@ -105,6 +105,11 @@ class StackExchange:
         """Restore what SIGQUIT did before."""
         self.file.close()
 
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of a rank of this host has ended; False for other hosts."""
+        process = self.processes[rank]
+        return process.host == socket.gethostname() and not StackFile.exists(process.pid, process.stack_file)
+
     def own(self, phase: str, step: int) -> RankStack:
         """Return the stack of this rank."""
         return own_stack(self.world.rank, phase, step)

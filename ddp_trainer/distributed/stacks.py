@@ -17,11 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WAITS = ("/torch/distributed/", "/torch/autograd/graph.py", "/ddp_trainer/sync/", "/ddp_trainer/training/control.py")
-"""Parts of the path of the innermost frame of a rank that waits for others: in a collective, or DDP in backward."""
+WAITS = (
+    "/torch/distributed/", "/torch/autograd/graph.py", "/torch/cuda/streams.py", "/ddp_trainer/sync/",
+    "/ddp_trainer/training/control.py", "/ddp_trainer/training/metrics.py", "/ddp_trainer/distributed/process_group.py",
+)  # fmt: skip
+"""Parts of the path of the innermost frame of a rank that waits for others: in a collective, or DDP in backward.
+
+With NCCL a collective returns at once, and the host waits where it reads the result.
+"""
 QUIT_SECONDS = 1.5
 """How long a process may take to write its stacks after SIGQUIT."""
 MAX_FRAMES, MAX_COLLECTIVES = 40, 3
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""The functions of torch that return its flight recorders, of gloo and of NCCL."""
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 THREAD = re.compile(r"^(Thread|Current thread) 0x.*\(most recent call first\)")
 
@@ -208,7 +216,8 @@ def last_collectives() -> tuple[str, ...]:
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
 
-        entries = json.loads(getattr(c10d, "_dump_fr_trace_json", None)(True, False))["entries"]  # type: ignore
+        dumps: list[Any] = [getattr(c10d, name, None) for name in RECORDERS]
+        entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
         return tuple(
             f"#{entry['collective_seq_id']} {entry['profiling_name']} {entry['input_sizes']}"
             f"{'' if entry['state'] == 'scheduled' else ' ' + entry['state']}"

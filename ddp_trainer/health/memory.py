@@ -15,7 +15,7 @@ GROWTH_MB, GROWTH_SHARE = 64.0, 0.1
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak that `peak_memory_mb` returns on a GPU; that of resident memory cannot be reset."""
+    """On a GPU, reset the peak that `peak_memory_mb` returns; on a CPU, do nothing."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

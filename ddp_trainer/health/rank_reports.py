@@ -117,7 +117,8 @@ class RankReports:
             )  # fmt: skip
         if throttled.any() and not self.is_throttled:
             self.is_throttled, rank = True, int(throttled.argmax())
-            logger.warning("the processor of %s is slowed down by heat (%.0f °C)", self.hosts[rank], celsius[rank])
+            degrees = f" ({celsius[rank]:.0f} °C)" if self.world.device.type == "cpu" else ""  # else of the GPU
+            logger.warning("the processor of %s is slowed down by heat%s", self.hosts[rank], degrees)
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
         """Return the tags of the straggler, and log it when it changes. blocks: float64 [W, blocks, 2 P]."""

@@ -83,7 +83,7 @@ class StragglerFinder:
             self._find()
 
     def _find(self) -> None:
-        """Name, keep or clear the straggler by the samples so far."""
+        """Set, update or clear `found` by the newest samples."""
         slowdowns = torch.stack([sample.slowdown for sample in self._samples])
         windows = {length: slowdowns[-length:] for length in WINDOWS if len(slowdowns) >= length}
         slow = [(length, rank) for length, window in windows.items() if (rank := self._slow_rank(window)) is not None]

@@ -50,18 +50,18 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
     overrides: ``key=value`` for keys that a resumed run may change, such as device and data.root.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, of an earlier version, or an override is not valid.
+        ConfigError: there is no such checkpoint, it is damaged, of another version, or an override is not valid.
     """
     require_run_dir(run_dir)
     path, state = read_checkpoint(run_dir, checkpoint)
     missing = [key for key in KEYS if key not in state]
-    of_earlier = f"{path} was written by an earlier version of ddp_trainer"
-    require(not missing, f"{of_earlier} and lacks {', '.join(missing)}: train again, or use that version")
+    of_another = f"{path} was written by another version of ddp_trainer"
+    require(not missing, f"{of_another} and lacks {', '.join(missing)}: train again, or use that version")
     try:
         from_builtins(state["config"])
     except (OmegaConfBaseException, KeyError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{of_earlier}, whose config this one cannot read ({reason}): use that version") from error
+        raise ConfigError(f"{of_another}, whose config this one cannot read ({reason}): use that version") from error
     config = from_builtins(override(state["config"], overrides))
     names, shape = list(state["class_names"]), state["preprocessing"]["image_shape"]
     model = build_model(replace(config.model, weights=None), image_shape=tuple(shape), num_classes=len(names))
@@ -69,7 +69,7 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
         load_state(model, state.get("ema") or state["model"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path} does not fit model={config.model.name} as it is installed here: {reason}") from error
+        raise ConfigError(f"{path} does not fit the installed code of model={config.model.name}: {reason}") from error
     return TrainedModel(
         run_dir=run_dir, checkpoint=checkpoint, config=config, model=model.eval(), class_names=names,
         preprocessing=Preprocessing(**state["preprocessing"]), step=state["step"], epoch=state["epoch"],

@@ -31,9 +31,13 @@ class TensorBoardLogger(Logger):
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         from PIL import Image
-        from torchvision.transforms.v2.functional import pil_to_tensor  # slow to import, and only rank 0 needs it
+        from tensorboard.compat.proto import summary_pb2  # slow to import, and only rank 0 needs it
 
-        self._write(lambda writer: writer.add_image(tag, pil_to_tensor(Image.open(BytesIO(png)).convert("RGB")), step))
+        protocol: Any = summary_pb2
+        width, height = Image.open(BytesIO(png)).size
+        picture = protocol.Summary.Image(width=width, height=height, encoded_image_string=png)
+        summary = protocol.Summary(value=[protocol.Summary.Value(tag=tag, image=picture)])
+        self._write(lambda writer: writer._get_file_writer().add_summary(summary, step))
 
     def text(self, tag: str, text: str, step: int) -> None:
         self._write(lambda writer: writer.add_text(tag, text, step))

@@ -68,7 +68,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             state = state[section]
     is_state = isinstance(state, dict) and bool(state) and all(torch.is_tensor(value) for value in state.values())
     require(
-        is_state, f"model.weights={path} has no weights: it must have tensors by name, as state_dict() returns them"
+        is_state, f"model.weights={path} has no weights: it must be tensors by name, and nothing else, as a state_dict"
     )
     return state
 

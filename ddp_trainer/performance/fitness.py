@@ -42,7 +42,7 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
     """Return the fitness of this node: with `use_gpus` that of its slowest GPU, if it has one, else of its cores."""
-    num_gpus = torch.cuda.device_count() if use_gpus else 0
+    num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]
     return {name: min(rate[name] for rate in rates) for name in UNITS}

@@ -99,6 +99,8 @@ class StepTimer:
         On a GPU this waits for the device.
         """
         self.enter("between steps")
+        if isinstance(end := self.begins[-1][1], torch.cuda.Event):
+            end.synchronize()
         seconds, spent = time.perf_counter() - self.began, dict.fromkeys(PHASES.values(), 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):
             spent[PHASES[phase]] += elapsed(start, end)

@@ -106,7 +106,7 @@ class Run:
 
     @property
     def world_sizes(self) -> str:
-        """The world sizes of all launches, or that of the summary."""
+        """The world sizes of the launches, without repeats; if they are unknown, that of the summary."""
         sizes = [launch.world_size for launch in self.metrics.launches if launch.world_size]
         changes = [size for place, size in enumerate(sizes) if place == 0 or sizes[place - 1] != size]
         known = changes or [size for size in [whole(self.summary.get("world_size"))] if size]

@@ -8,11 +8,13 @@ import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import CommHook, DDPConfig
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
@@ -32,6 +34,11 @@ class DDPSync(GradientSync):
     """
 
     def __init__(self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None) -> None:
+        """ConfigError if torch's PowerSGD would wait for a GPU that this rank does not use."""
+        require(
+            config.comm_hook is not CommHook.powersgd or world.device.type == "cuda" or not torch.cuda.is_available(),
+            "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set CUDA_VISIBLE_DEVICES to nothing",
+        )
         super().__init__(config, world)
         self.group = group
         self.replica: DistributedDataParallel | None = None

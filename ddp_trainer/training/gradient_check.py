@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.sync.base import start_exchange
 from ddp_trainer.training.metrics import DesynchronizedError
@@ -39,6 +40,12 @@ class GradientCheck:
     """
 
     def __init__(self, step: TrainStep, *, every_steps: int, deterministic: bool) -> None:
+        """ConfigError if ranks cannot send batches to each other."""
+        require(
+            step.world.device.type == "cpu" or step.world.backend != "gloo" or step.world.world_size == 1,
+            f"check.every_steps={every_steps} sends between single ranks, which backend=gloo cannot do for GPUs: use "
+            "backend=nccl, or check.every_steps=null",
+        )
         self.step, self.world, self.every_steps = step, step.world, every_steps
         self.parameters = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
         self.hosts: list[str] = self.world.all_gather_object(socket.gethostname())
@@ -47,7 +54,9 @@ class GradientCheck:
         self.tolerance = None
         """None: gradients must be bitwise equal."""
         if not is_repeatable or len(set(machines)) > 1:
-            self.tolerance = TOLERANCES[step.settings.autocast_dtype or torch.float32]
+            is_tf32 = self.world.device.type == "cuda" and torch.backends.cudnn.allow_tf32
+            fp32 = torch.float16 if is_tf32 else torch.float32  # TF32 has as many digits as float16
+            self.tolerance = TOLERANCES[step.settings.autocast_dtype or fp32]
         self.checked = step.count
         """The last step that was checked."""
         self._prints: dict[int, Tensor] = {}
@@ -187,6 +196,8 @@ class GradientCheck:
         """Return whether two descriptions are those of the same gradient."""
         if self.tolerance is None:
             return torch.equal(first, second)
+        if not (first.isfinite().all() and second.isfinite().all()):  # as fp16 gradients are now and then
+            return bool(first.isfinite().all() == second.isfinite().all())
         norm = max(float(first[0]), float(second[0])) ** 0.5
         return bool(((first - second)[1:].abs() <= self.tolerance * norm).all())
 

@@ -233,7 +233,7 @@ def log_header(trainer: Trainer, datasets: Datasets, run_dir: Path) -> None:
 def record_summary(
     summary: Summary, run_dir: Path, loggers: LoggerGroup, config: dict[str, Any], *, is_main: bool
 ) -> None:
-    """Write summary.json, a marker if the launch was stopped, and the final line, on the rank that `is_main`."""
+    """If `is_main`, write summary.json and log the last line; write `STOPPED`, or record the result in the loggers."""
     if not is_main:
         return
     write_output(run_dir / "summary.json", summary.to_json())

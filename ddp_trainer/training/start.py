@@ -17,7 +17,7 @@ from ddp_trainer.config.errors import flatten_keys, require
 from ddp_trainer.config.schema import Config, Precision
 from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
 from ddp_trainer.data.loaders import Loaders, build_loaders
-from ddp_trainer.distributed.environment import Environment, installed_versions
+from ddp_trainer.distributed.environment import Environment, c_compilers, installed_versions
 from ddp_trainer.distributed.memory import keep_freed_memory
 from ddp_trainer.distributed.process_group import World, prepare, process_group
 
@@ -106,7 +106,7 @@ def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool
     """Set the switches of torch and of the memory allocator; ConfigError if a rank cannot compile. Collective."""
     if world.device.type == "cpu":
         keep_freed_memory()
-        world.raise_on_any_rank(lambda: require(not compile_model or can_compile(), CANNOT_COMPILE))
+    world.raise_on_any_rank(lambda: require(not compile_model or can_compile(world.device), CANNOT_COMPILE))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS fails; read when it is first used
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
@@ -115,15 +115,16 @@ def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool
 
 
 CANNOT_COMPILE = (
-    "compile=true on a CPU needs a C++ compiler and Python's headers, and this host lacks one of them: install g++ and "
-    "python3-dev, or use compile=false"
+    "compile=true needs a C++ compiler (on a GPU, a C compiler) and Python's headers, and this host lacks one of them: "
+    "install g++ and python3-dev, or use compile=false"
 )
 
 
-def can_compile() -> bool:
-    """Return whether torch.compile finds the C++ compiler and headers that it needs on a CPU."""
+def can_compile(device: torch.device) -> bool:
+    """Return whether torch.compile, or Triton on a GPU, finds the compiler and headers that it needs."""
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return headers.exists() and any(shutil.which(compiler) for compiler in ("g++", "clang++"))
+    compilers = c_compilers() if device.type == "cuda" else ("g++", "clang++")
+    return headers.exists() and any(map(shutil.which, compilers))
 
 
 def has_fast_bf16(device: torch.device) -> bool:

@@ -210,27 +210,35 @@ class TrainStep:
                     self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.nonfinite.check(torch.stack(values), step=self.count)
 
-    def prime_ddp(self, images: Tensor) -> torch.Size:
+    def prime_ddp(self, images: Tensor, *others: Tensor) -> torch.Size:
         """Run forward and backward twice without an update, so that DDP's bucket order is the same after a resume.
 
         DDP rebuilds its buckets after the first backward; without this the first step after a resume would sum
         in another order than the same step of an uninterrupted run, and from three ranks on round differently.
         images: float32 [B, C, H, W] with the strides of a batch, because other strides would be compiled apart.
-        Returns the shape of the model's output.
+        others: microbatches of other sizes, which run once, to be compiled. Returns the shape of the model's output.
         """
-        kept = [buffer.clone() for buffer in self.model.buffers()]
-        self.begin_training()
-        logits = images
-        for _ in range(2):
+
+        def run(images: Tensor) -> torch.Size:
             with self.settings.autocast(self.world.device):
                 logits = self.replica(images)
             (logits.float().sum() * 0).backward()
+            return logits.shape
+
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        self.begin_training()
+        with self.sync.no_sync():
+            for other in others:
+                run(other)
+        shape = images.shape
+        for _ in range(2):
+            shape = run(images)
             self.sync.before_step()
             self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for buffer, value in zip(self.model.buffers(), kept, strict=True):
                 buffer.copy_(value)
-        return logits.shape
+        return shape
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer, schedule and scaler. Collective: every rank must call this."""

@@ -98,10 +98,15 @@ class Trainer:
         config, passes = self.config, self.config.gradient_accumulation_steps
         smallest = config.global_batch_size // self.world.world_size // passes  # of the batches of a pass, on any rank
         is_exact = config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
-        count = self.loaders.sampler.local_batch_size // passes if is_exact else min(2, smallest)
-        black = torch.zeros(count, *self.loaders.image_shape, dtype=torch.uint8, device=self.world.device)
+        share = self.loaders.sampler.local_batch_size
+        count = share // passes if is_exact else min(2, smallest)
+        counts = [count, count + 1] if config.compile and share % passes else [count]
+        black = [
+            torch.zeros(number, *self.loaders.image_shape, dtype=torch.uint8, device=self.world.device)
+            for number in counts
+        ]
         try:
-            shape = list(self.train_step.prime_ddp(self.loaders.train.normalize(black)))
+            shape = list(self.train_step.prime_ddp(*map(self.loaders.train.normalize, black)))
         except ValueError as error:  # BatchNorm has no variance of one value
             if smallest > 1:
                 raise

@@ -1,5 +1,7 @@
 """The command line with one fault: FAULT=what:rank:where[:once], done to that rank.
 
+With what=lost or what=frozen all other ranks get SIGTERM too, and then that rank gets SIGKILL or SIGSTOP.
+
 `where` is the number of a step, just before which it happens, or ``join``, ``start``, ``evaluation`` or ``save``.
 With ``once`` it does not happen again after a restart by torchrun.
 """
@@ -7,6 +9,7 @@ With ``once`` it does not happen again after a restart by torchrun.
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ from ddp_trainer.training.trainer import Trainer
 WHAT, RANK, WHERE, *ONCE = os.environ["FAULT"].split(":")
 if ONCE and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
     WHERE = "never"
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM,
+           "lost": signal.SIGKILL, "frozen": signal.SIGSTOP}  # fmt: skip
 LEAK: list[bytearray] = []
 take_step = TrainStep.__call__
 
@@ -44,10 +48,20 @@ def faulty_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
 
 def happen() -> None:
     """Send the signal, or touch 8 GB of memory."""
+    if WHAT in ("lost", "frozen"):
+        terminate_others()
     if WHAT == "memory":
         LEAK.append(bytearray(b"x") * 8_000_000_000)
     else:
         os.kill(os.getpid(), SIGNALS[WHAT])
+
+
+def terminate_others() -> None:
+    """Send SIGTERM to all other ranks, as torchrun does when it sees a loss before they do."""
+    agent = os.getppid()
+    ranks = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    for rank in set(ranks) - {os.getpid()}:
+        os.kill(rank, signal.SIGTERM)
 
 
 def signalled(function: Callable[..., Any]) -> Callable[..., Any]:

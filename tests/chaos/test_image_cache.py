@@ -138,5 +138,5 @@ def test_a_million_files_are_scanned_once(tmp_path: Path) -> None:
             load_seconds, load_mb = pool.apply(time_index, (root, tmp_path / "cache"))
     print(f"scan {scan_seconds:.1f} s, {scan_mb:.0f} MB; from the file {load_seconds:.2f} s, {load_mb:.0f} MB")
     assert scan_seconds < 60
-    assert load_seconds < 1
+    assert load_seconds < max(1, scan_seconds / 10)  # 0.14 and 11.5 s on a quiet machine
     assert load_mb < 200

@@ -1,16 +1,15 @@
 """Many launches, many ranks: what goes wrong one time in five, or only in a crowd."""
 
-import os
 from pathlib import Path
 
 import pytest
-from conftest import TINY, launch, read_summary
+from conftest import TINY, launch, read_summary, trials
 
-LAUNCHES = int(os.environ.get("LAUNCHES", "10"))
+LAUNCHES, RANKS = trials(10), max(16, trials(32))
 
 
 @pytest.mark.fault("no fault: two ranks launched, and each exits with 0", times=LAUNCHES)
-@pytest.mark.timeout(30 * LAUNCHES)
+@pytest.mark.timeout(60 * LAUNCHES)
 def test_launches_in_a_row_exit_0(tmp_path: Path) -> None:
     codes = [launch(*TINY, f"output_dir={tmp_path}", f"name={n}", ranks=2).code for n in range(LAUNCHES)]
     assert codes == [0] * LAUNCHES
@@ -18,10 +17,10 @@ def test_launches_in_a_row_exit_0(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_32_ranks_train_and_exit_0(tmp_path: Path) -> None:
-    """Needs 13 GB: a rank costs about 390 MB of its own memory."""
+def test_many_ranks_train_and_exit_0(tmp_path: Path) -> None:
+    """32 ranks need 13 GB: a rank costs about 390 MB of its own memory."""
     overrides = ("model=lenet", "data=digits", "precision=fp32", "max_steps=3", f"output_dir={tmp_path}", "name=many")
-    done = launch(*overrides, ranks=32, deadline=500)
+    done = launch(*overrides, ranks=RANKS, deadline=500)
     assert done.code == 0, done.output
     summary = read_summary(tmp_path / "many")
-    assert (summary["world_size"], summary["steps"], summary["eval/count"]) == (32, 3, 355)
+    assert (summary["world_size"], summary["steps"], summary["eval/count"]) == (RANKS, 3, 355)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    BATCHNORM,
     TINY,
     Finished,
     assert_bitwise,
@@ -56,8 +57,9 @@ def test_an_exception_ends_the_job_and_is_reported_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("SIGKILL of a rank")
-def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path) -> None:
-    done = launch_faulty("kill:1:5", tmp_path)
+@pytest.mark.parametrize("fault", ["kill", "lost"])
+def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(fault: str, tmp_path: Path) -> None:
+    done = launch_faulty(f"{fault}:1:5", tmp_path)
     assert done.code == 1
     text = last_block(done.output)
     assert "(SIGKILL)" in text
@@ -69,9 +71,10 @@ def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(tmp_path: Path) -> N
 
 
 @pytest.mark.fault("SIGSTOP of a rank")
-def test_a_rank_that_stops_answering_is_named(tmp_path: Path) -> None:
-    done = launch_faulty("stop:1:5", tmp_path, "timeout_seconds=10")
-    assert done.code == 1
+@pytest.mark.parametrize(("fault", "seconds"), [("stop", 10), ("frozen", 2)])
+def test_a_rank_that_stops_answering_is_named(fault: str, seconds: int, tmp_path: Path) -> None:
+    done = launch_faulty(f"{fault}:1:5", tmp_path, f"timeout_seconds={seconds}")
+    assert done.code == 1, done.output
     assert "rank 1 on" in (text := last_block(done.output))
     assert "has not answered for" in text
 
@@ -87,9 +90,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path:
 
 
 @pytest.mark.parametrize("step", [0, 5])  # before the first update momentum is uninitialized memory unless it is set
-@pytest.mark.parametrize("model", ["lenet", "resnet18"])  # BatchNorm's statistics are affected too
-def test_updates_that_are_not_finite_can_be_skipped(step: int, model: str, tmp_path: Path) -> None:
-    done = launch_faulty(f"nan:1:{step}", tmp_path, "on_nonfinite=skip", f"model={model}", "deterministic=true")
+@pytest.mark.parametrize("model", [(), BATCHNORM], ids=["lenet", "batchnorm"])  # whose statistics are affected too
+def test_updates_that_are_not_finite_can_be_skipped(step: int, model: tuple[str, ...], tmp_path: Path) -> None:
+    done = launch_faulty(f"nan:1:{step}", tmp_path, "on_nonfinite=skip", "deterministic=true", *model)
     assert done.code == 0, done.output
     assert all(value.isfinite().all() for value in newest_checkpoint(tmp_path / "run")["model"].values())
 

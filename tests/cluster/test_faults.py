@@ -109,7 +109,7 @@ def test_a_firewall_drops_what_goes_to_the_port(launch: Launch, interface: str) 
     launch.start(0, 1)
     ended = launch.end(1)
     assert "10.83.0.1:29400 does not answer, packets are dropped" in ended[1].error
-    assert interface or "10.83.0.1:29400 does not answer this host itself" in ended[0].error
+    assert interface or "this host cannot reach its own 10.83.0.1:29400" in ended[0].error
     assert not interface or "1 of 2 nodes came within 15 s, missing: node 1" in ended[0].error
 
 

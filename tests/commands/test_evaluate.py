@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, launch, newest_checkpoint, on_ranks, read_summary, succeed, train_all, train_on
+from conftest import BATCHNORM, TINY, launch, newest_checkpoint, on_ranks, read_summary, succeed, train_all, train_on
 from PIL import Image
 
 from ddp_trainer.checkpoint.file import write_file
@@ -142,7 +142,7 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
 
 
 def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path: Path) -> None:
-    words = (*TINY, "model=resnet18", "ema.decay=0.5", "max_steps=3", f"output_dir={tmp_path}", "name=run")
+    words = (*TINY, *BATCHNORM, "ema.decay=0.5", "max_steps=3", f"output_dir={tmp_path}", "name=run")
     summary = train_on(2, *words)
     evaluate_on(1, tmp_path / "run", "checkpoint=last")
     metrics = metrics_of(tmp_path / "run", "last-test")
@@ -181,7 +181,7 @@ def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
     state = torch.load(path, weights_only=True)
     old = {key: value for key, value in state.items() if key not in ("preprocessing", "data_fingerprint")}
     unknown = state | {"config": state["config"] | {"model": {"name": "mine"}}}
-    of_earlier = f"{path} was written by an earlier version of ddp_trainer"
+    of_earlier = f"{path} was written by another version of ddp_trainer"
     renamed = state | {"config": state["config"] | {"num_microbatches": 1}}
     for content, expected in [
         (old, f"{of_earlier} and lacks preprocessing, data_fingerprint"),

@@ -124,6 +124,21 @@ def test_one_folder_is_split_alike_in_each_class(tmp_path: Path) -> None:
     assert sorted(labels) == [0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.2, 8), (0.5, 20)])
+def test_of_small_classes_the_fraction_holds_over_all_and_none_is_held_out_whole(
+    fraction: float, held_out: int, tmp_path: Path
+) -> None:
+    classes = {"a single image": 1} | {f"class {number:02}": 2 for number in range(20)}
+    for name, count in classes.items():
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
+    datasets = build(tmp_path, validation_fraction=fraction)
+    assert num_samples(datasets.eval) == held_out
+    trained = {datasets.train[index][1] for index in range(num_samples(datasets.train))}  # type: ignore[index]
+    assert len(trained) == len(classes)
+
+
 def test_the_fingerprint_changes_with_names_sizes_and_the_size_of_images(tmp_path: Path) -> None:
     root = write_folder(tmp_path)
     first = build(root).fingerprint

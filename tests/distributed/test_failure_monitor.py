@@ -44,10 +44,16 @@ def hold_the_gil(rank: int, monitor: FailureMonitor) -> None:
         time.sleep(3.5)
 
 
-def finish_early(rank: int, monitor: FailureMonitor) -> None:
-    for _ in range(4 if rank == 1 else 18):
-        time.sleep(0.5)
+def progress(monitor: FailureMonitor, *, seconds: float) -> None:
+    """Make progress for so long: a rank that does nothing would be reported itself."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
         monitor.phase = "data"
+
+
+def finish_early(rank: int, monitor: FailureMonitor) -> None:
+    progress(monitor, seconds=2 if rank == 1 else 9)
 
 
 @pytest.mark.fault("heartbeats late at a timeout of 2 s")
@@ -58,12 +64,12 @@ def test_a_healthy_job_is_left_alone_at_a_short_timeout(body, tmp_path: Path) ->
 
 
 def end_silently(rank: int, monitor: FailureMonitor) -> None:
-    time.sleep(1.5 if rank == 1 else 60)
+    progress(monitor, seconds=1.5 if rank == 1 else 60)
     os._exit(0)  # as a process does that a container's runtime kills and removes
 
 
 def stop_silently(rank: int, monitor: FailureMonitor) -> None:
-    time.sleep(1.5 if rank == 1 else 60)
+    progress(monitor, seconds=1.5 if rank == 1 else 60)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 

@@ -135,7 +135,7 @@ def test_the_interface_that_routes_to_rank_0_is_used_unless_one_is_set() -> None
     environment = read_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
     for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}):
         set_interface(environment, variables := dict(chosen))
-        assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | chosen
+        assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} | chosen
 
 
 def test_a_restart_by_torchrun_or_slurm_is_known() -> None:

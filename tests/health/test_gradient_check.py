@@ -159,6 +159,22 @@ def test_machines_that_round_differently_are_compared_within_a_bound(precision: 
     assert on_ranks(3, on_unequal_machines, precision, what, deadline=120) == [(True, 30, 2)] * 3
 
 
+def overflowing_steps() -> tuple[bool, int]:
+    """Return whether gradients of fp16 overflowed, and how many steps were checked, on machines that round apart."""
+    with in_process_group(compose("device=cpu")) as world:
+        torch.set_num_threads(1 + world.rank)
+        step = build(world, precision=Precision.fp16)
+        step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+        train(step, 12)
+        assert isinstance(step.check, GradientCheck)
+        assert step.check.tolerance is not None
+        return step.scaler.get_scale() < 2**30, step.check.checked
+
+
+def test_gradients_that_overflow_on_all_ranks_are_no_corruption() -> None:
+    assert on_ranks(2, overflowing_steps) == [(True, 12)] * 2
+
+
 def test_steps_apart_are_not_compared() -> None:
     assert on_ranks(2, quiet_steps, 10, ("sync=local_sgd", "sync.every_steps=4"), Precision.fp32, 1) == [9, 9]
 

@@ -197,6 +197,12 @@ def test_without_a_secret_only_the_node_itself_learns_which_keys_differ(port: in
     assert "; 127.0.0.1 came as node 1 with other settings, or is not part of this job" in head.output
 
 
+def test_a_setting_that_only_the_head_has_is_named() -> None:
+    head = replace(NODE, config=NODE.config | {"logger.csv.name": "csv"})
+    with pytest.raises(ConfigError, match=r"other settings than on the head \(logger.csv.name\): use the same"):
+        NODE.check_settings(head.settings("salt"))
+
+
 def test_another_number_of_nodes_is_named() -> None:
     with pytest.raises(ConfigError, match="nnodes is 2 here and 3 on the head: use the same on all nodes"):
         NODE.check_settings(replace(NODE, versions={"nnodes": "3"}).settings("salt"))

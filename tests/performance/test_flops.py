@@ -37,13 +37,16 @@ def test_counting_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_measured_peak_is_that_of_the_matrix_product(dtype: torch.dtype) -> None:
-    measure = measure_matmul.__wrapped__  # uncached: the best of three, because others may keep the cores busy
-    peak = max(measure(CPU, dtype, tf32=False, num_threads=torch.get_num_threads()) for _ in range(3))
+    measure = measure_matmul.__wrapped__  # uncached
     left, right = (torch.randn(512, 512, dtype=dtype) for _ in range(2))
-    began = time.perf_counter()
-    for _ in range(20):
-        torch.mm(left, right)
-    assert 20 * 2 * 512**3 / (time.perf_counter() - began) < 2 * peak
+    ratios = []
+    for _ in range(6):  # others may keep the cores busy in one of both measurements
+        peak = measure(CPU, dtype, tf32=False, num_threads=torch.get_num_threads())
+        began = time.perf_counter()
+        for _ in range(20):
+            torch.mm(left, right)
+        ratios.append(20 * 2 * 512**3 / (time.perf_counter() - began) / peak)
+    assert min(ratios) < 2
 
 
 def test_the_utilization_of_a_model_whose_operations_cannot_be_counted_is_unknown() -> None:

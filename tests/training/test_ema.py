@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, compose, launch, train_all, trained_state
+from conftest import BATCHNORM, TINY, assert_bitwise, compose, launch, train_all, trained_state
 from torch.nn.functional import cross_entropy
 
 from ddp_trainer.data.dataset import ImageTensors, build_datasets
@@ -13,7 +13,7 @@ from ddp_trainer.data.loaders import Normalize
 from ddp_trainer.models import build_model
 
 DECAY = 0.7
-WORDS = (*TINY, "model=resnet18", "data.num_train=48", "epochs=1", f"ema.decay={DECAY}", "checkpoint.every_steps=1",
+WORDS = (*TINY, *BATCHNORM, "data.num_train=48", "epochs=1", f"ema.decay={DECAY}", "checkpoint.every_steps=1",
          "checkpoint.keep_last=9")  # fmt: skip
 
 

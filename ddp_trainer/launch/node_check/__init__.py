@@ -85,7 +85,7 @@ class NodeInfo:
     def check_settings(self, head: dict[str, str]) -> None:
         """Raise ConfigError if the head's `settings` are others than those of this node."""
         own = self.settings(head.get("salt", ""))
-        keys = [key for key in own if own[key] != head.get(key)]
+        keys = [key for key in own | head if own.get(key) != head.get(key)]
         if version := next((key for key in keys if key in self.versions), None):
             text = f"{version} is {own[version]} here and {head.get(version)} on the head"
         else:  # the secret is part of all digests

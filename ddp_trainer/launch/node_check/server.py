@@ -72,7 +72,7 @@ class Server:
             (await connect(*self.node.head))[1].close()
         except OSError:
             raise TransientError(
-                "{}:{} does not answer this host itself: let its firewall pass this port".format(*self.node.head)
+                "this host cannot reach its own {}:{}: let its firewall pass the port".format(*self.node.head)
             ) from None
         while not self.result.done():
             self.decide()
