@@ -67,7 +67,7 @@ class Finding(NamedTuple):
 
 
 def main(words: Sequence[str]) -> None:
-    """Examine and report, and exit with 0, 2 if a run cannot train here, or 1."""
+    """Examine and report; exit with 2 if the user's input is wrong or a run cannot train here, 1 if this fails."""
     if words and not wants_help(words) and "=" not in words[0] and not words[0].startswith("-"):
         with errors_as_exit_codes():
             require(len(words) == 1, "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …")

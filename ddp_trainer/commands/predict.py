@@ -35,7 +35,7 @@ class PredictOptions(CheckpointOptions):
 
 
 def main(words: Sequence[str]) -> None:
-    """Classify files, and exit with 0, 2 for the user's input, or 1."""
+    """Classify files; exit with 2 if the user's input is wrong, and 1 if anything else fails."""
     if wants_help(words):
         print_help(f"{program()} predict RUN_DIR FILES|FOLDER|- [key=value …]", __doc__ or "", PredictOptions)
         return

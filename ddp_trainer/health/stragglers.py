@@ -58,7 +58,7 @@ class StragglerFinder:
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if it is slow both by the step and by the image, so that a larger share of the batch is no fault. How much
     slower it must be is `NAMED`, and more on a machine whose ranks differ from one moment to the next. The time for
-    which a rank is on no processor is compared apart, because it depends less on what else the machine does.
+    which a rank is on no processor is compared separately, because it depends less on what else the machine does.
     """
 
     def __init__(self, phases: Sequence[str], shares: Sequence[int]) -> None:

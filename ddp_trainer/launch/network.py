@@ -31,7 +31,12 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
 
 
 def resolve(name: str, *, timeout: float) -> str:
-    """Return the address of the host `name`, IPv4 if it has one; ConfigError if it is unknown, or TransientError."""
+    """Return the address of the host `name`, IPv4 if it has one.
+
+    Raises:
+        ConfigError: the name is unknown.
+        TransientError: the name server does not answer within `timeout` seconds.
+    """
     try:
         answers = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout)
         return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])

@@ -43,7 +43,7 @@ class GradientSync:
         """Prepare for the first step of a launch; the model has its initial or restored parameters now."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward keeps gradients local: all accumulation steps but the last."""
+        """Return a context in which backward keeps gradients on this rank: in all accumulation steps but the last."""
         return nullcontext()
 
     def before_step(self) -> None:

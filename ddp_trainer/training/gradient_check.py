@@ -129,7 +129,7 @@ class GradientCheck:
         self.fail(rank if is_clear else None, "computed another gradient than other ranks from the same images")
 
     def fail(self, rank: int | None, what: str) -> None:
-        """Raise the error that names `rank`; None: it is one of them."""
+        """Raise the error: `rank`, or for None one of the ranks, did `what`."""
         hosts = ", ".join(dict.fromkeys(self.hosts))
         who = f"rank {rank} on {self.hosts[rank]}" if rank is not None else f"one of the ranks (on {hosts})"
         raise CorruptionError(

@@ -236,7 +236,7 @@ class Trainer:
         self.control.saved()
 
     def state_dict(self) -> State:
-        """Return the state from which training resumes, with the parameters themselves. Collective."""
+        """Return the state from which training resumes; its tensors are in use, not copies. Collective."""
         with averaged_statistics(self.train_step.models, self.world) as own:
             model, *averages = (tensors_of(model) for model in self.train_step.models)
         return {

@@ -234,7 +234,7 @@ def test_a_file_that_may_not_be_read_ends_the_build_and_is_not_kept_as_a_bad_ima
 
     monkeypatch.setattr(np, "fromfile", refused)
     with pytest.raises(
-        ConfigError, match=r"dog/2\.png cannot be read: Permission denied; allow it, or remove the file$"
+        ConfigError, match=r"dog/2\.png cannot be read: Permission denied; give this user the right, or remove it$"
     ):
         cached(root, tmp_path / "cache")
     monkeypatch.undo()

@@ -82,7 +82,7 @@ class SlurmLauncher(JobLauncher):
                         self.finish(job_id, submitted.pop(job_id))
         except KeyboardInterrupt:
             ids = " ".join(submitted)
-            print(f"SLURM continues with {ids}: to end them, scancel {ids}; the same command waits again", flush=True)
+            print(f"the jobs stay in SLURM: scancel {ids} ends them, and the same command waits for them", flush=True)
             sys.exit(1)
 
     def submit(self, job: Job, queued: dict[str, str]) -> str:
