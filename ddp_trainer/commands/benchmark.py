@@ -55,7 +55,7 @@ class BenchmarkOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure and report, and exit with 0, 2 for the user's input, or 1."""
+    """Measure and report; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
     run_command(benchmark, BenchmarkOptions, words, description=__doc__ or "")
 
 

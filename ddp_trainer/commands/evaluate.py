@@ -34,7 +34,7 @@ class EvaluateOptions(CheckpointOptions):
 
 
 def main(words: Sequence[str]) -> None:
-    """Evaluate a run, and exit with 0, 2 for the user's input, or 1."""
+    """Evaluate a run; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
     if wants_help(words):
         print_help(f"{program()} evaluate RUN_DIR [key=value …]", __doc__ or "", EvaluateOptions)
         return

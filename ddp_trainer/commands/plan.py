@@ -63,7 +63,7 @@ class PlanOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, predict and report, and exit with 0, 2 for the user's input, or 1."""
+    """Measure, predict and report; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
     run_command(plan, PlanOptions, words, description=__doc__ or "")
 
 

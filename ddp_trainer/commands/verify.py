@@ -28,7 +28,7 @@ from ddp_trainer.training.summary import Summary
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the findings, and exit with 0 if there are none, 2 for the user's input, or 1."""
+    """Print the findings; exit with 1 if there are any, with 2 if the user's input is wrong."""
     if wants_help(words):
         print(f"usage: {program()} verify RUN_DIR\n\n{(__doc__ or '').strip()}")
         return

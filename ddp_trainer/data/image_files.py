@@ -103,7 +103,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:
-            raise ConfigError(f"{self.path(index)} cannot be read: {error}; give this user the right, or remove it") from error
+            text = f"{self.path(index)} cannot be read: {error}; give this user the right, or remove it"
+            raise ConfigError(text) from error
         except BadImageError:
             raise
         except (OSError, RuntimeError) as error:

@@ -107,7 +107,7 @@ class RunFiles:
         return value
 
     def read_picture(self, name: str, *, limit: int, max_side: int) -> Picture | None:
-        """Return a PNG file; None if it is missing, larger than `limit` bytes, not a PNG, or above `max_side` pixels."""
+        """Return a PNG; None if it is missing, larger than `limit` bytes or `max_side` pixels a side, or no PNG."""
         data = self.read_bytes(name, limit=limit)
         if data is None:
             return None
