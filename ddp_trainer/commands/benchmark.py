@@ -55,7 +55,7 @@ class BenchmarkOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure and report; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Measure and report; exit with 2 for wrong input, with 1 for any other failure."""
     run_command(benchmark, BenchmarkOptions, words, description=__doc__ or "")
 
 

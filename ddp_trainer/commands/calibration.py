@@ -22,7 +22,7 @@ MIN_ELEMENTS = 2**20
 
 
 def calibrate(begun: Start, *, network: Network | None, steps: int) -> tuple[Compute, Network]:
-    """Return what a step computes, and the cost of messages unless `network` is given. Collective."""
+    """Return the measured computation of a step, and `network` or the measured cost of messages. Collective."""
     alone, share = without_other_ranks(begun.world), begun.config.global_batch_size // begun.world.world_size
     configs = [replace(begun.config, sync=NoSyncConfig(), global_batch_size=batch) for batch in (share, share // 2)]
     run, smaller = (build_step_run(replace(begun, config=config, world=alone)) for config in configs)

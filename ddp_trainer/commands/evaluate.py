@@ -34,7 +34,7 @@ class EvaluateOptions(CheckpointOptions):
 
 
 def main(words: Sequence[str]) -> None:
-    """Evaluate a run; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Evaluate a run; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
         print_help(f"{program()} evaluate RUN_DIR [key=value …]", __doc__ or "", EvaluateOptions)
         return

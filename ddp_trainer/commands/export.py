@@ -42,7 +42,7 @@ class ExportOptions(CheckpointOptions):
 
 
 def main(words: Sequence[str]) -> None:
-    """Export a model; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Export a model; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
         print_help(f"{program()} export RUN_DIR [key=value …]", __doc__ or "", ExportOptions)
         return

@@ -31,7 +31,7 @@ class FreezeOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the job file and print its run directory; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Write the job file and print its run directory; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
         print_help(f"{program()} freeze FILE [option=value …] [key=value …]", __doc__ or "", FreezeOptions)
         return

@@ -63,7 +63,7 @@ class PlanOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, predict and report; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Measure, predict and report; exit with 2 for wrong input, with 1 for any other failure."""
     run_command(plan, PlanOptions, words, description=__doc__ or "")
 
 

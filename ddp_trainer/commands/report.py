@@ -29,7 +29,7 @@ class ReportOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the report and print its path; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Write the report and print its path; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
         print_help(f"{program()} report RUN_DIR [RUN_DIR …] [option=value …]", __doc__ or "", ReportOptions)
         return

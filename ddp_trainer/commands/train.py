@@ -28,7 +28,7 @@ class TrainOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Train one job or those of a sweep; exit with 2 if the user's input is wrong, with 1 if anything else fails."""
+    """Train one job or those of a sweep; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
         print_keys()
         return

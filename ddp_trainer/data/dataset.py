@@ -172,12 +172,12 @@ def sample_name(split: Split, index: int) -> str:
 
 
 def in_whole(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:
-    """Return the data set of which `dataset` may be a part, and the index of the sample there."""
+    """Return the whole data set and the sample's index in it, if `dataset` is a `Subset`; else both as they are."""
     return (dataset.dataset, dataset.indices[index]) if type(dataset) is Subset else (dataset, index)
 
 
 def without_subset(split: Split) -> Split:
-    """Return the split of which `split` may be a part."""
+    """Return the whole split if `split` is a `Subset`, else `split`."""
     return split.dataset if type(split) is Subset else split
 
 

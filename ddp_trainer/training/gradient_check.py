@@ -209,9 +209,9 @@ def bit_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def transfer(mine: Tensor, length: int, *, source: int, target: int) -> tuple[list[dist.P2POp], Tensor]:
-    """Return what sends `mine`, [B, …], to the rank `target`, and receives what `source` sends: [length, …].
+    """Return the operations that send `mine`, [B, …], to the rank `target` and receive from `source`, and the result.
 
-    What is received has the layout of `mine`.
+    It is [length, …], with the memory format of `mine`, and is valid once the operations have ended.
     """
     is_channels_last = mine.ndim == 4 and mine.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
