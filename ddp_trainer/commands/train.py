@@ -44,11 +44,13 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether this process runs a sweep; ConfigError if not, and a launcher for sweeps was chosen."""
+    """Return whether this process runs a sweep; ConfigError if a launcher was chosen whose jobs do not run here."""
     hydra = HydraConfig.get()
-    launcher = hydra.runtime.choices["hydra/launcher"]
-    require(launcher == "basic", f"hydra/launcher={launcher} is for sweeps: add --multirun, or leave it out")
-    return hydra.mode is RunMode.MULTIRUN
+    launcher, is_multirun = hydra.runtime.choices["hydra/launcher"], hydra.mode is RunMode.MULTIRUN
+    way_out = "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"
+    what = "not supported" if is_multirun else "for sweeps"
+    require(launcher == "basic", f"hydra/launcher={launcher} is {what}: {way_out}")
+    return is_multirun
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:

@@ -69,7 +69,8 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
     """Return the paths that `words` name: files as they are, of a folder all image files in it, of - those on stdin.
 
     Raises:
-        ConfigError: there is no such file, or a folder has no image.
+        ConfigError: a file cannot be read, or a folder has no image.
+        TransientError: the file system does not answer.
     """
     paths: list[str] = []
     for word in words:
@@ -82,7 +83,11 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
             require(bool(found), f"{word} has no image: files that end in {b', '.join(EXTENSIONS).decode()}")
             paths += found
         else:
-            require(os.path.exists(word), f"{word} is not there: give image files, a folder, or - for paths on stdin")
+            try:
+                os.stat(word)
+            except OSError as error:
+                way_out = "give image files, a folder, or - for paths on stdin"
+                raise path_error(error, f"{word} cannot be read ({error.strerror}): {way_out}") from error
             paths.append(word)
     return paths
 

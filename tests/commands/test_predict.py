@@ -120,7 +120,11 @@ def test_paths_come_from_stdin_and_a_reader_may_stop_early(separator: str, run_d
 
 WRONG = {
     "predict takes a run directory and images": ["{run}"],
-    "{folder}/missing.png is not there: give image files, a folder, or -": ["{run}", "{folder}/missing.png"],
+    "{folder}/missing.png cannot be read (No such file or directory): give image files, a folder, or -": [
+        "{run}",
+        "{folder}/missing.png",
+    ],
+    "{folder}/" + 300 * "x" + " cannot be read (File name too long)": ["{run}", "{folder}/" + 300 * "x"],
     "{folder}/none has no image": ["{run}", "{folder}/none"],
     "top=0 must be greater than 0": ["{run}", "{folder}", "top=0"],
     "{folder} is not a run directory": ["{folder}", "{run}"],
