@@ -46,7 +46,7 @@ def test_ctrl_c_leaves_the_jobs_to_slurm_and_the_same_command_waits(slurm: Slurm
         process.kill()
     ids = held(slurm)
     assert process.returncode == 1
-        assert f"scancel {' '.join(ids)} ends them, and the same command waits for them" in output
+    assert f"scancel {' '.join(ids)} ends them, and the same command waits for them" in output
 
     for job_id in ids:
         slurm.run("scontrol", "release", job_id)
