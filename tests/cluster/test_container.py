@@ -43,9 +43,10 @@ class Buildah:
 
     def try_to(self, *arguments: str, deadline: float = 120) -> Finished:
         where = {"BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.folder)}
-        done = run_command(self.command(*arguments), cwd=ROOT, deadline=deadline, **where)
-        if done.code != 0 and BUSY in done.output:
-            return self.try_to(*arguments, deadline=deadline)
+        for _ in range(5):
+            done = run_command(self.command(*arguments), cwd=ROOT, deadline=deadline, **where)
+            if done.code == 0 or BUSY not in done.output:
+                break
         return done
 
     def __call__(self, *arguments: str, deadline: float = 120) -> str:
