@@ -41,12 +41,11 @@ class Buildah:
     def command(self, *arguments: str) -> list[str]:
         return ["buildah", "--root", str(self.folder / "root"), "--runroot", str(self.folder / "run"), *arguments]
 
-    def try_to(self, *arguments: str, deadline: float = 120) -> Finished:
+    def try_to(self, *arguments: str, deadline: float = 120, tries: int = 5) -> Finished:
         where = {"BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.folder)}
-        for _ in range(5):
-            done = run_command(self.command(*arguments), cwd=ROOT, deadline=deadline, **where)
-            if done.code == 0 or BUSY not in done.output:
-                break
+        done = run_command(self.command(*arguments), cwd=ROOT, deadline=deadline, **where)
+        if done.code != 0 and BUSY in done.output and tries > 1:
+            return self.try_to(*arguments, deadline=deadline, tries=tries - 1)
         return done
 
     def __call__(self, *arguments: str, deadline: float = 120) -> str:
