@@ -105,12 +105,14 @@ def launch(*overrides: str, ranks: int | None = None, deadline: float = 120, cwd
            module: str = "ddp_trainer", **extra: str) -> Finished:  # fmt: skip
     """Run the command line with `overrides`: plain python for ranks=None, else torchrun with so many ranks.
 
-    Plain python without `extra` variables is forked from a process that has imported torch, to save a second.
+    The process is forked from one that has imported torch, to save a second, unless `extra` variables could change how
+    Python starts.
     """
-    if ranks is None and module == "ddp_trainer" and not extra:
-        return _run_forked(overrides, cwd or Path.cwd(), deadline)
-    start = [sys.executable] if ranks is None else torchrun(ranks)
-    return run_command([*start, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra)
+    if ranks is not None:
+        return _run_forked([*torchrun(ranks)[2:], "-m", module, *overrides], cwd or Path.cwd(), deadline, **extra)
+    if module == "ddp_trainer" and not extra:
+        return _run_forked(["ddp_trainer", *overrides], cwd or Path.cwd(), deadline)
+    return run_command([sys.executable, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra)
 
 
 def succeed(*overrides: str, **options: Any) -> Finished:
@@ -233,7 +235,7 @@ def forkserver() -> Any:
 
 
 def _command_line(words: Sequence[str], cwd: Path, variables: dict[str, str], output: str) -> None:
-    """Become ``python -m ddp_trainer`` with `words`, which writes stdout and stderr to the file `output`."""
+    """Become ``python -m`` with `words`, which writes stdout and stderr to the file `output`."""
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
@@ -241,10 +243,10 @@ def _command_line(words: Sequence[str], cwd: Path, variables: dict[str, str], ou
     os.environ |= variables
     os.chdir(cwd)
     sys.path.insert(0, str(cwd))
-    sys.argv = ["ddp_trainer", *words]
+    sys.argv = list(words)
     faulthandler.enable()
     try:
-        runpy.run_module("ddp_trainer", run_name="__main__", alter_sys=True)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     except Exception:
         traceback.print_exc()
         sys.exit(1)
@@ -252,9 +254,9 @@ def _command_line(words: Sequence[str], cwd: Path, variables: dict[str, str], ou
         atexit._run_exitfuncs()  # which multiprocessing does not call
 
 
-def _run_forked(words: Sequence[str], cwd: Path, deadline: float) -> Finished:
+def _run_forked(words: Sequence[str], cwd: Path, deadline: float, **extra: str) -> Finished:
     with tempfile.NamedTemporaryFile("r+") as output:
-        arguments = (words, cwd, clean_environment(), output.name)
+        arguments = (words, cwd, clean_environment(PYTHONFAULTHANDLER="1", **extra), output.name)
         process = forkserver().Process(target=_command_line, args=arguments)
         process.start()
         process.join(deadline)
