@@ -83,10 +83,10 @@ def exchange(operations: Sequence[dist.P2POp]) -> None:
 
 
 def start_exchange(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Start all sends and receives at once, and return what waits for each.
+    """Start all sends and receives but those of empty tensors at once, and return what waits for each.
 
     Receives are posted first, because gloo moves both directions at once only then (383 ms against 201 ms for 22 MB
     each way over 1 Gbit/s).
     """
-    ordered = sorted(operations, key=lambda operation: operation.op is dist.isend)
+    ordered = sorted((o for o in operations if o.tensor.numel()), key=lambda operation: operation.op is dist.isend)
     return dist.batch_isend_irecv(ordered) if ordered else []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.sync.base import flatten, unflatten
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -17,16 +18,12 @@ def floating_buffers(model: nn.Module) -> list[Tensor]:
 def flatten_buffers(model: nn.Module) -> Tensor:
     """Return a copy of all floating buffers as one float32 vector [n]; n is 0 for a model without any."""
     none = torch.zeros(0, device=next(model.parameters()).device)
-    return torch.cat([none, *(buffer.detach().reshape(-1).float() for buffer in floating_buffers(model))])
+    return flatten([none, *(buffer.float() for buffer in floating_buffers(model))])
 
 
 def restore_buffers(model: nn.Module, vector: Tensor) -> None:
     """Write a vector made by `flatten_buffers` back into the model."""
-    start = 0
-    with torch.no_grad():
-        for buffer in floating_buffers(model):
-            buffer.copy_(vector[start : start + buffer.numel()].view_as(buffer))
-            start += buffer.numel()
+    unflatten(vector, floating_buffers(model))
 
 
 @contextmanager

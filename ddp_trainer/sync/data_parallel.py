@@ -9,7 +9,7 @@ Source: Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 import torch
 from torch import nn
 
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import DataParallelConfig
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
@@ -19,16 +19,17 @@ class DataParallelSync(GradientSync):
     """Uses ``nn.DataParallel``, which accumulates the gradients in the original model."""
 
     def __init__(self, config: DataParallelConfig, world: World) -> None:
+        """ConfigError on a CPU."""
         super().__init__(config, world)
-        if world.device.type != "cuda":
-            raise ConfigError(
-                "sync=data_parallel is for one process with GPUs and this one trains on the CPU: "
-                "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one process"
-            )
+        require(
+            world.device.type == "cuda",
+            "sync=data_parallel is for one process with GPUs and this one trains on the CPU: "
+            "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one process",
+        )
 
     @property
     def num_devices(self) -> int:
         return torch.cuda.device_count()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        return nn.DataParallel(model, device_ids=list(range(torch.cuda.device_count())))
+        return nn.DataParallel(model, device_ids=list(range(self.num_devices)))

@@ -5,7 +5,7 @@ Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Paralle
 """
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,11 +41,14 @@ class DDPSync(GradientSync):
         )
         super().__init__(config, world)
         self.group = group
-        self.replica: DistributedDataParallel | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
+        """Return a DDP module with the communication hook that the config chooses.
+
+        Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727).
+        """
         options: dict[str, Any] = {_SYNC_BUFFERS: False}
-        self.replica = DistributedDataParallel(
+        self.replica = replica = DistributedDataParallel(
             model,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             bucket_cap_mb=self.config.cap_mb(4.0 * sum(p.numel() for p in model.parameters())),
@@ -53,14 +56,6 @@ class DDPSync(GradientSync):
             process_group=self.group,
             **options,
         )
-        self.register_hook(self.replica)
-        return self.replica
-
-    def register_hook(self, replica: DistributedDataParallel) -> None:
-        """Register the communication hook that the config chooses.
-
-        Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727).
-        """
         match self.config.comm_hook:
             case CommHook.fp16:
                 replica.register_comm_hook(self.group, default_hooks.fp16_compress_hook)
@@ -73,6 +68,7 @@ class DDPSync(GradientSync):
                     start_powerSGD_iter=self.config.powersgd_warmup_steps,
                 )
                 replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return replica
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.replica is None else self.replica.no_sync()
+        return self.replica.no_sync()

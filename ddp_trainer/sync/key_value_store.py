@@ -19,6 +19,7 @@ class KeyValueStore:
 
     def __init__(self, world: World, *, num_servers: int) -> None:
         self.world, self.num_servers = world, num_servers
+        self.others = [rank for rank in range(world.world_size) if rank != world.rank]
         self.owner: dict[str, int] = {}
 
     def init(self, values: dict[str, Tensor]) -> None:
@@ -27,8 +28,7 @@ class KeyValueStore:
         for key, value in sorted(values.items(), key=lambda item: (-item[1].numel(), item[0])):
             self.owner[key] = load.index(min(load))
             load[self.owner[key]] += value.numel()
-        if self.world.world_size > 1:
-            for value in values.values():
+            if self.world.world_size > 1:
                 dist.broadcast(value.detach(), src=0)
 
     def owned(self, key: str) -> bool:
@@ -37,40 +37,32 @@ class KeyValueStore:
 
     def push(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Send `values` to their owners. Return, for the keys of this rank, their sums over ranks."""
-        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
-        parts = {key: {r: packed(values[key]) for r in others} for key in values if self.owned(key)}
+        parts: dict[str, dict[int, Tensor]] = {}
         operations = []
         for key, value in values.items():
             if self.owned(key):
+                parts[key] = {
+                    rank: torch.empty_like(value, memory_format=torch.contiguous_format) for rank in self.others
+                }
                 operations += [dist.P2POp(dist.irecv, part, rank) for rank, part in parts[key].items()]
             else:
                 operations.append(dist.P2POp(dist.isend, value.contiguous(), self.owner[key]))
         exchange(operations)
-        return {key: total({**part, self.world.rank: values[key]}, like=values[key]) for key, part in parts.items()}
+        sums = {key: torch.zeros_like(values[key]) for key in parts}
+        for key, received in parts.items():
+            for rank in range(self.world.world_size):  # in this order, whichever rank adds them
+                sums[key] += received.get(rank, values[key])
+        return sums
 
     def pull(self, values: dict[str, Tensor]) -> None:
         """Replace `values` by their owners'."""
-        others = [rank for rank in range(self.world.world_size) if rank != self.world.rank]
         operations, received = [], {}
         for key, value in values.items():
             if self.owned(key):
-                operations += [dist.P2POp(dist.isend, value.contiguous(), rank) for rank in others]
+                operations += [dist.P2POp(dist.isend, value.contiguous(), rank) for rank in self.others]
             else:
-                received[key] = packed(value)
+                received[key] = torch.empty_like(value, memory_format=torch.contiguous_format)
                 operations.append(dist.P2POp(dist.irecv, received[key], self.owner[key]))
         exchange(operations)
         for key, value in received.items():
             values[key].copy_(value)
-
-
-def packed(tensor: Tensor) -> Tensor:
-    """Return an empty contiguous tensor of the shape of `tensor`, as a receive buffer."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def total(parts: dict[int, Tensor], *, like: Tensor) -> Tensor:
-    """Return the sum of `parts` in rank order, whichever rank adds them, in the memory format of `like`."""
-    result = torch.zeros_like(like)
-    for rank in sorted(parts):
-        result += parts[rank]
-    return result

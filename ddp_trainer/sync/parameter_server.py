@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_trainer.config.sync import ParameterServerConfig
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.key_value_store import KeyValueStore
 
@@ -23,13 +21,9 @@ from ddp_trainer.sync.key_value_store import KeyValueStore
 class ParameterServerSync(GradientSync):
     """Push gradients, let each owner's optimizer update its keys, pull parameters."""
 
-    def __init__(self, config: ParameterServerConfig, world: World) -> None:
-        super().__init__(config, world)
-        self.store = KeyValueStore(world, num_servers=config.num_servers)
-        self.parameters: dict[str, nn.Parameter] = {}
-
     def wrap(self, model: nn.Module) -> nn.Module:
         self.parameters = dict(model.named_parameters())
+        self.store = KeyValueStore(self.world, num_servers=self.config.num_servers)
         self.store.init(self.parameters)  # type: ignore[arg-type]  # parameters are tensors
         return model
 
@@ -58,12 +52,8 @@ class ParameterServerSync(GradientSync):
                 for name, (dtype, *shape) in entry.items():
                     empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
                     value = mine[int(index)][name] if rank == self.world.rank else empty
-                    whole["state"].setdefault(int(index), {})[name] = self.shared(value, owner=rank)
+                    value = value.to(self.world.device).contiguous()
+                    if self.world.world_size > 1:
+                        dist.broadcast(value, src=rank)
+                    whole["state"].setdefault(int(index), {})[name] = value
         return whole
-
-    def shared(self, value: Tensor, *, owner: int) -> Tensor:
-        """Return the owner's `value`. Collective: every rank must call this."""
-        value = value.to(self.world.device).contiguous()
-        if self.world.world_size > 1:
-            dist.broadcast(value, src=owner)
-        return value

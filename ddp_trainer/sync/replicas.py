@@ -59,23 +59,32 @@ class ReplicasSync(GradientSync):
     """Add up the gradients of the replicas of this process."""
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
+        """ConfigError if a device of the config does not exist, or the first is not that of the run."""
         super().__init__(config, world)
-        self.devices = replica_devices(config.devices, world.device)
-        self.replicas: list[nn.Module] = []
+        self.devices, gpus = [torch.device(name) for name in config.devices], torch.cuda.device_count()
+        for device in self.devices:
+            require(
+                device.type == "cpu" or (device.index is not None and device.index < gpus),
+                f"sync.devices={config.devices}: {device} is not one of the {gpus} GPUs here",
+            )
+        require(
+            self.devices[0] == world.device,
+            f"sync.devices={config.devices} must begin with the device that the run trains on, {world.device}: "
+            f"set device={self.devices[0].type}, or change the list",
+        )
 
     @property
     def num_devices(self) -> int:
         return len(set(self.devices))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        replica = Replicas(model, self.devices)
-        self.replicas = list(replica.replicas)
-        return replica
+        module = Replicas(model, self.devices)
+        self.replicas = list(module.replicas)
+        return module
 
     def before_step(self) -> None:
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            gradients = [p.grad for p in parameters if p.grad is not None]  # None where the batch was too small
-            allreduce(gradients)
+            allreduce([p.grad for p in parameters if p.grad is not None])  # None where the batch was too small
 
     def begin(self) -> None:
         self.copy_parameters()
@@ -92,20 +101,3 @@ class ReplicasSync(GradientSync):
         for other in others:
             for mine, new in zip(other.parameters(), first.parameters(), strict=True):
                 mine.copy_(new, non_blocking=True)
-
-
-def replica_devices(names: list[str], device: torch.device) -> list[torch.device]:
-    """Return the devices of the replicas; ConfigError if one does not exist, or the first is not `device`."""
-    devices = [torch.device(name) for name in names]
-    gpus = torch.cuda.device_count()
-    for replica in devices:
-        require(
-            replica.type == "cpu" or (replica.index is not None and replica.index < gpus),
-            f"sync.devices={names}: {replica} is not one of the {gpus} GPUs here",
-        )
-    require(
-        devices[0] == device,
-        f"sync.devices={names} must begin with the device that the run trains on, {device}: "
-        f"set device={'cpu' if devices[0].type == 'cpu' else 'cuda'}, or change the list",
-    )
-    return devices

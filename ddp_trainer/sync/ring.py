@@ -31,20 +31,13 @@ def ring_all_reduce(vector: Tensor, *, rank: int, world_size: int) -> None:
 
     Every element is summed on one rank and copied to the others, so all end with the same bits.
     """
-    chunks = list(vector.tensor_split(world_size))
+    chunks = vector.tensor_split(world_size)
     spare = torch.empty_like(chunks[0])  # the first chunk is never the shortest
-    for turn in range(world_size - 1):  # reduce-scatter: rank r ends with the sum of chunk r + 1
+    for turn in range(2 * (world_size - 1)):
         outgoing, incoming = chunks[(rank - turn) % world_size], chunks[(rank - turn - 1) % world_size]
-        received = spare[: len(incoming)]
-        pass_on(outgoing, received, rank=rank, world_size=world_size)
-        incoming += received
-    for turn in range(world_size - 1):  # all-gather: sums travel on, replacing what is there
-        outgoing, incoming = chunks[(rank + 1 - turn) % world_size], chunks[(rank - turn) % world_size]
-        pass_on(outgoing, incoming, rank=rank, world_size=world_size)
-
-
-def pass_on(outgoing: Tensor, incoming: Tensor, *, rank: int, world_size: int) -> None:
-    """Send to the next rank while receiving from the one before; empty chunks are not sent."""
-    receive = [dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)] if len(incoming) else []
-    send = [dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)] if len(outgoing) else []
-    exchange([*receive, *send])
+        is_reduce_scatter = turn < world_size - 1  # rank r ends it with the sum of chunk r + 1
+        received = spare[: len(incoming)] if is_reduce_scatter else incoming  # in the all-gather sums replace parts
+        receive = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
+        exchange([receive, dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)])
+        if is_reduce_scatter:
+            incoming += received
