@@ -57,7 +57,7 @@ class TimmModelConfig(ModelConfig):
 
 
 register_model("resnet18", ResNet18Config, builder="ddp_trainer.models.resnet:build_resnet18")
-register_model("lenet", LeNetConfig, builder="ddp_trainer.models.lenet:build_lenet")
+register_model("lenet", LeNetConfig, builder="ddp_trainer.models.lenet:LeNet")
 register_model(
     "torchvision", TorchvisionModelConfig, builder="ddp_trainer.models.torchvision_and_timm:build_torchvision"
 )

@@ -1,29 +1,16 @@
 """LeNet with 20 and 50 channels, average pooling and 128 hidden units."""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.models import LeNetConfig, LeNetInit
 
 
-def build_lenet(config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """Return LeNet for images of ``image_shape = (channels, height, width)``.
-
-    Raises:
-        ConfigError: the images are too small.
-    """
-    return LeNet(config, image_shape=image_shape, num_classes=num_classes)
-
-
 class LeNet(nn.Sequential):
-    """Two convolutions and two linear layers, for images of 8×8 pixels and more (those under 14 are padded).
+    """Two convolutions and two linear layers, for images of 8×8 pixels and more; ConfigError for smaller ones.
 
     Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998; the layer sizes are
     those of Dive into Deep Learning, "Training on Multiple GPUs".
-
-    Raises:
-        ConfigError: the images are too small.
     """
 
     def __init__(self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> None:
@@ -47,12 +34,8 @@ class LeNet(nn.Sequential):
             nn.Linear(128, num_classes),
         )
         if config.init is LeNetInit.d2l:
-            self._init_d2l()
-
-    @torch.no_grad()
-    def _init_d2l(self) -> None:
-        for layer in self:
-            if isinstance(layer, nn.Conv2d | nn.Linear):
-                layer.weight.normal_(std=0.01)
-                assert isinstance(layer.bias, Tensor)
-                layer.bias.zero_()
+            for parameter in self.parameters():
+                if parameter.ndim > 1:
+                    nn.init.normal_(parameter, std=0.01)
+                else:
+                    nn.init.zeros_(parameter)

@@ -16,15 +16,11 @@ def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int],
     that of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
     """
     in_channels, *sides = image_shape
-    stem = config.stem
-    if stem is Stem.auto:
-        stem = Stem.small if min(sides) < SMALL else Stem.imagenet
     model = resnet18(num_classes=num_classes)
-    match stem:
-        case Stem.small:
-            model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False)
-            model.maxpool = nn.Identity()  # type: ignore[assignment]  # torchvision annotates the attribute
-        case Stem.imagenet if in_channels != 3:
-            model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    if config.stem is Stem.small or (config.stem is Stem.auto and min(sides) < SMALL):
+        model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False)
+        model.maxpool = nn.Identity()  # type: ignore[assignment]  # torchvision annotates the attribute
+    elif in_channels != 3:
+        model.conv1 = nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     return model
