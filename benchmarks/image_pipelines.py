@@ -153,7 +153,7 @@ def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
         sampler.set_epoch(sampler.epoch + 1)
         if to_float:
             return (batch.images for batch in loader)
-        order, draws = sampler.order(), loader.augmentation.draw(len(sampler.order()), epoch=sampler.epoch).crops
+        order, draws = sampler.order(), loader.augmentation.draw(sampler.length, epoch=sampler.epoch).crops
         assert draws is not None
         shares = [sampler.positions(step) for step in range(sampler.steps_per_epoch)]
         batches = loader.reader.read((order[share] for share in shares), (draws[share] for share in shares))

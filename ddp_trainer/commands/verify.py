@@ -154,7 +154,8 @@ def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
     samples, size = range(state["train_samples"]), config["global_batch_size"]
     sampler = GlobalBatchSampler(samples, global_batch_size=size, num_replicas=1, rank=0, seed=config["seed"])
     sampler.set_epoch(epoch)
+    order = sampler.order()
     for step in range(sampler.steps_per_epoch):
-        digest.add(sampler.order()[sampler.positions(step)], step=step)
+        digest.add(order[sampler.positions(step)], step=step)
     total, count = digest.vector.tolist()
     return SampleDigest.text(total), count

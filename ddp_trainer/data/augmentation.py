@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,29 +40,32 @@ class Augmentation:
 
     def __init__(self, config: AugmentConfig, *, height: int, width: int, seed: int) -> None:
         self.config, self.height, self.width, self.seed = config, height, width, seed
-        self.transforms = build_transforms(config)
+        self.transforms: list[Callable[[Tensor], Tensor]] = []
+        if config.rand_augment or config.color_jitter:
+            from torchvision.transforms import v2  # takes a third of a second to import
+
+            amount = config.color_jitter
+            self.transforms += [v2.RandAugment(config.rand_augment)] if config.rand_augment else []
+            self.transforms += [v2.ColorJitter(amount, amount, amount)] if amount else []
 
     def draw(self, count: int, *, epoch: int) -> AugmentationParams:
         """Draw for all `count` positions of an epoch: a function of (seed, epoch, position) alone."""
-        params, pad = AugmentationParams(), self.config.random_crop_padding
-        if pad:
-            crop = generator(self.seed, epoch=epoch, purpose="crop")
-            params.offsets = torch.randint(2 * pad + 1, (count, 2), generator=crop)
-        if self.config.random_hflip:
-            flip = generator(self.seed, epoch=epoch, purpose="flip")
-            params.flips = torch.rand(count, generator=flip) < 0.5
-        if self.config.random_erasing:
-            params.boxes = self._draw_boxes(count, epoch)
-        if isinstance(self.config, FileAugmentConfig) and self.config.random_resized_crop is not None:
-            params.crops = torch.rand(count, 4, generator=generator(self.seed, epoch=epoch, purpose="resized crop"))
+        params, config, seeded = AugmentationParams(), self.config, partial(generator, self.seed, epoch=epoch)
+        if pad := config.random_crop_padding:
+            params.offsets = torch.randint(2 * pad + 1, (count, 2), generator=seeded(purpose="crop"))
+        if config.random_hflip:
+            params.flips = torch.rand(count, generator=seeded(purpose="flip")) < 0.5
+        if config.random_erasing:
+            params.boxes = self._boxes(torch.rand(5, count, generator=seeded(purpose="erase")))
+        if isinstance(config, FileAugmentConfig) and config.random_resized_crop is not None:
+            params.crops = torch.rand(count, 4, generator=seeded(purpose="resized crop"))
         return params
 
-    def _draw_boxes(self, count: int, epoch: int) -> Tensor:
-        """Draw rectangles of 2 to 33 % of the area and aspect 0.3 to 3.3.
+    def _boxes(self, u: Tensor) -> Tensor:
+        """Return rectangles of 2 to 33 % of the area and aspect 0.3 to 3.3 for draws [5, N] in [0, 1).
 
         Source: Zhong et al., Random Erasing Data Augmentation, 2017 (arXiv 1708.04896).
         """
-        u = torch.rand(5, count, generator=generator(self.seed, epoch=epoch, purpose="erase"))
         area = (0.02 + 0.31 * u[0]) * self.height * self.width
         aspect = torch.exp((2 * u[1] - 1) * torch.log(torch.tensor(3.3)))
         rows = (area * aspect).sqrt().round().clamp(1, self.height) * (u[2] < self.config.random_erasing)
@@ -106,14 +110,3 @@ class Augmentation:
         columns = torch.arange(self.width, device=images.device)[None, None, :]
         inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
         return images.masked_fill(inside[:, None], 0.0)
-
-
-def build_transforms(config: AugmentConfig) -> list[Callable[[Tensor], Tensor]]:
-    """Return the transforms of torchvision that `config` asks for."""
-    if not (config.rand_augment or config.color_jitter):
-        return []
-    from torchvision.transforms import v2  # takes a third of a second to import
-
-    transforms: list[Any] = [v2.RandAugment(config.rand_augment)] if config.rand_augment else []
-    amount = config.color_jitter
-    return [*transforms, *([v2.ColorJitter(amount, amount, amount)] if amount else [])]

@@ -119,18 +119,14 @@ def num_samples(split: Split) -> int:
 
 def shape_of(split: Split) -> tuple[int, int, int]:
     """Return (channels, height, width) of the first image of a split."""
-    if isinstance(whole := without_subset(split), ImageFiles):
+    if isinstance(whole := in_whole(split, 0)[0], ImageFiles):
         return whole.image_shape
     channels, height, width = (split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]).shape
     return channels, height, width
 
 
 class BadSampleError(RuntimeError):
-    """An image cannot be decoded, now or later."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name} cannot be read: {reason}")
-        self.name, self.reason = name, reason
+    """An image cannot be decoded, now or later; the cause is the BadImageError that says why."""
 
 
 def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
@@ -150,7 +146,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
             image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
         label = int(label)
     except BadImageError as error:
-        raise BadSampleError(sample_name(dataset, index), str(error)) from error
+        raise BadSampleError(f"{sample_name(dataset, index)} cannot be read: {error}") from error
     except Exception as error:  # a data set's code may raise anything
         raise RuntimeError(f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}") from error
     if image.dtype != torch.uint8 or image.ndim != 3:
@@ -171,14 +167,9 @@ def sample_name(split: Split, index: int) -> str:
     return str(path(index)) if callable(path) else f"sample {index} of {type(dataset).__name__}"
 
 
-def in_whole(dataset: Dataset[Any], index: int) -> tuple[Dataset[Any], int]:
-    """Return the whole data set and the sample's index in it, if `dataset` is a `Subset`; else both as they are."""
-    return (dataset.dataset, dataset.indices[index]) if type(dataset) is Subset else (dataset, index)
-
-
-def without_subset(split: Split) -> Split:
-    """Return the whole split if `split` is a `Subset`, else `split`."""
-    return split.dataset if type(split) is Subset else split
+def in_whole(split: Any, index: int) -> tuple[Any, int]:
+    """Return the whole split and the sample's index in it, if `split` is a `Subset`; else both as they are."""
+    return (split.dataset, split.indices[index]) if type(split) is Subset else (split, index)
 
 
 def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
@@ -200,17 +191,6 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
             yield image.contiguous().numpy().tobytes() + str(label).encode()
 
 
-def held_out_counts(sizes: Sequence[int], fraction: float) -> list[int]:
-    """Return how many images to hold out of each class: `fraction` rounded up or down as the sum needs, never all."""
-    counts, total, held_out = list[int](), 0, 0
-    for size in sizes:
-        total += size
-        missing = round(fraction * total) - held_out
-        counts.append(max(math.floor(fraction * size), min(missing, math.ceil(fraction * size), size - 1)))
-        held_out += counts[-1]
-    return counts
-
-
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
     """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed.
 
@@ -221,13 +201,18 @@ def hold_out(datasets: Datasets, fraction: float) -> Datasets:
     if isinstance(datasets.train, ImageFiles):
         labels = datasets.train.labels[order]
         groups = [order[labels == label] for label in labels.unique()]
-    counts = held_out_counts([len(group) for group in groups], fraction)
+    parts, total, held = list[Sequence[Tensor]](), 0, 0
+    for group in groups:  # of each one `fraction`, rounded up or down as the sum needs
+        size, total = len(group), total + len(group)
+        missing = round(fraction * total) - held
+        count = max(math.floor(fraction * size), min(missing, math.ceil(fraction * size), size - 1))
+        parts.append(group.tensor_split([count]))
+        held += count
     require(
-        sum(counts) > 0,
+        held > 0,
         f"data.validation_fraction={fraction} of {len(order)} training images holds none out: it needs a larger "
         "fraction, and more than one image of a class",
     )
-    parts = [group.tensor_split([count]) for group, count in zip(groups, counts, strict=True)]
 
     def select(ids: Tensor) -> Split:
         if isinstance(split := datasets.train, ImageTensors):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
-from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, without_subset
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, in_whole
 from ddp_trainer.data.decoding import CENTER
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.data.mixing import Mixing, build_mixing
@@ -52,24 +51,19 @@ class Normalize:
         return images.mul_(self.scale[:, None, None]).add_(self.shift[:, None, None])
 
 
+@dataclass(frozen=True, slots=True)
 class TrainLoader:
     """Training batches: whole batches are cropped, mirrored, erased and mixed at once.
 
     Iterating yields this rank's batches of the sampler's epoch, from its cursor on.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        *,
-        sampler: GlobalBatchSampler,
-        augmentation: Augmentation,
-        mixing: Mixing | None = None,
-        normalize: Normalize,
-        device: torch.device,
-    ) -> None:
-        self.reader, self.sampler = reader, sampler
-        self.augmentation, self.mixing, self.normalize, self.device = augmentation, mixing, normalize, device
+    reader: Reader
+    sampler: GlobalBatchSampler
+    augmentation: Augmentation
+    normalize: Normalize
+    device: torch.device
+    mixing: Mixing | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         sampler, device = self.sampler, self.device
@@ -80,9 +74,10 @@ class TrainLoader:
         steps = range(sampler.step, sampler.steps_per_epoch)
         shares = self.positions(steps)
         shares_on_device = shares if isinstance(shares, list) else shares.to(device)
-        ids = zip(shares_on_device, repeat(on_device)) if self.is_resident else zip(shares, repeat(order))
+        is_resident = isinstance(self.reader, ResidentReader)
+        ids, places = (on_device, shares_on_device) if is_resident else (order, shares)
         batches = self.reader.read(
-            (all_ids[share] for share, all_ids in ids), None if crops is None else (crops[share] for share in shares)
+            (ids[place] for place in places), None if crops is None else (crops[share] for share in shares)
         )
         for step, share, (pixels, labels) in zip(steps, shares_on_device, batches, strict=True):
             images = self.augment(pixels.to(device, non_blocking=True), params.at(share), step=step)
@@ -90,11 +85,6 @@ class TrainLoader:
             if self.mixing is not None:
                 images, labels = self.mix(self.mixing, images, labels, step=step)
             yield Batch(images, labels, on_device[sampler.positions(step)])
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the images are on the device."""
-        return isinstance(self.reader, ResidentReader)
 
     def positions(self, steps: range) -> list[slice] | Tensor:
         """Return the positions of this rank's share of each step.
@@ -172,34 +162,31 @@ def build_loaders(
     memory_format: torch.memory_format,
 ) -> Loaders:
     """Return the loaders of this rank for the two splits."""
-    channels, height, width = datasets.image_shape
+    shape, num_classes = datasets.image_shape, len(datasets.class_names)
+    size = {"height": shape[1], "width": shape[2], "seed": seed}
     normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
     bad_samples: list[tuple[str, str]] = []
     train, evaluation = (
-        build_reader(
-            split, config, image_shape=datasets.image_shape, num_classes=len(datasets.class_names), world=world,
-            bad_samples=bad_samples,
-        )
+        build_reader(split, config, image_shape=shape, num_classes=num_classes, world=world, bad_samples=bad_samples)
         for split in (datasets.train, datasets.eval)
-    )  # fmt: skip
+    )
     sampler = GlobalBatchSampler(
         train, global_batch_size=global_batch_size, num_replicas=world.world_size, rank=world.rank, seed=seed
     )
-    augmentation = Augmentation(config.augment, height=height, width=width, seed=seed)
-    mixing = build_mixing(config.augment, height=height, width=width, num_classes=len(datasets.class_names), seed=seed)
+    mixing = build_mixing(config.augment, num_classes=num_classes, **size)
     return Loaders(
         train=TrainLoader(
-            train, sampler=sampler, augmentation=augmentation, mixing=mixing, normalize=normalize, device=world.device
+            train, sampler, Augmentation(config.augment, **size), normalize, device=world.device, mixing=mixing
         ),
         eval=EvaluationLoader(
             evaluation, batch_size=eval_batch_size, rank=world.rank, world_size=world.world_size,
             normalize=normalize, device=world.device,
         ),
-        image_shape=(channels, height, width),
+        image_shape=shape,
         class_names=list(datasets.class_names),
         preprocessing={
-            "mean": config.mean, "std": config.std, "image_shape": [channels, height, width],
-            "center_crop": CENTER if isinstance(without_subset(datasets.eval), ImageFiles) else None,
+            "mean": config.mean, "std": config.std, "image_shape": list(shape),
+            "center_crop": CENTER if isinstance(in_whole(datasets.eval, 0)[0], ImageFiles) else None,
         },
         fingerprint=datasets.fingerprint,
         bad_samples=bad_samples,

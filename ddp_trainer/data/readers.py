@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import islice, repeat
 from typing import Any
 
@@ -17,7 +18,6 @@ PARTS_PER_THREAD = 4
 """Number of parts per thread into which the samples of a batch are divided."""
 NO_LABEL = -100
 """The label of a bad sample: the ignore_index of cross_entropy."""
-
 PendingBatch = tuple[Tensor, Tensor, list[Future[None]]]
 """Images and labels that threads write, and those writes."""
 
@@ -38,29 +38,20 @@ class ResidentReader:
             yield self.pixels.index_select(0, on_device), self.labels.index_select(0, on_device)
 
 
+@dataclass(frozen=True, slots=True)
 class SampleReader:
     """Reads batches of samples in order, at most `BATCHES_AHEAD` of them before they are asked for."""
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        *,
-        image_shape: tuple[int, int, int],
-        num_classes: int,
-        num_workers: int,
-        pin_memory: bool = False,
-        blank: Tensor | None = None,
-        bad: list[tuple[str, str]] | None = None,
-    ) -> None:
-        """num_workers: threads; 0 reads in the thread that asks.
-
-        blank: uint8 [C, 1, 1], the color that replaces a bad sample, whose label is `NO_LABEL`. bad: name and reason of
-        each bad sample are appended to it.
-        """
-        self.dataset, self.image_shape, self.pin_memory = dataset, image_shape, pin_memory
-        self.num_classes, self.num_workers = num_classes, num_workers
-        self.blank = torch.zeros(1, dtype=torch.uint8) if blank is None else blank
-        self.bad = [] if bad is None else bad
+    dataset: Dataset[Any]
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    num_workers: int
+    """Threads; 0 reads in the thread that asks."""
+    pin_memory: bool = False
+    blank: Tensor | float = 0
+    """uint8 [C, 1, 1], the color that replaces a bad sample, whose label is `NO_LABEL`."""
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    """Name and reason of each bad sample are appended to it."""
 
     def __len__(self) -> int:
         return num_samples(self.dataset)
@@ -91,25 +82,23 @@ class SampleReader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> "PendingBatch":
+    def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> PendingBatch:
         """Begin to read a batch: threads write each sample to its place."""
         with torch.inference_mode(False):  # because the threads, which are not in it, write to them
             shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
             labels = torch.empty(len(ids), dtype=torch.int64, pin_memory=self.pin_memory)
 
-        indices, rows = ids.tolist(), None if draws is None else draws.tolist()
+        indices, rows = ids.tolist(), [None] * len(ids) if draws is None else draws.tolist()
         places, label_array = range(len(indices)), labels.numpy()
 
         def fill(places: range) -> None:
             for place in places:
                 try:
-                    images[place], label_array[place] = self.sample(
-                        indices[place], None if rows is None else rows[place]
-                    )
+                    images[place], label_array[place] = self.sample(indices[place], rows[place])
                 except BadSampleError as error:
                     images[place], label_array[place] = self.blank, NO_LABEL
-                    self.bad.append((error.name, error.reason))
+                    self.bad.append((sample_name(self.dataset, indices[place]), str(error.__cause__)))
 
         if not self.num_workers:
             fill(places)

@@ -1,10 +1,11 @@
 """The order of samples: global batches that do not depend on the world size."""
 
 from collections.abc import Iterator, Sized
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from ddp_trainer.distributed.seeding import generator
 
@@ -19,22 +20,11 @@ class GlobalBatchSampler(DistributedSampler[int]):
     As the sampler of a ``DataLoader`` give it ``batch_size=sampler.local_batch_size``.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset | Sized,
-        *,
-        global_batch_size: int,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)  # type: ignore[arg-type]
-        self.length = len(dataset)  # type: ignore[arg-type]
-        self.global_batch_size = global_batch_size
+    def __init__(self, dataset: Sized, *, global_batch_size: int, **options: Any) -> None:
+        """options: num_replicas, rank, shuffle and seed, as of `DistributedSampler`."""
+        super().__init__(dataset, drop_last=True, **options)  # type: ignore[arg-type]
+        self.length, self.global_batch_size, self.step = len(dataset), global_batch_size, 0
         assert self.num_replicas <= global_batch_size <= self.length
-        self.step = 0
-        self._order: tuple[int, Tensor] | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -53,13 +43,9 @@ class GlobalBatchSampler(DistributedSampler[int]):
 
     def order(self) -> Tensor:
         """Return the sample ids of the whole epoch in order: int64 [N]."""
-        if self._order is None or self._order[0] != self.epoch:
-            if self.shuffle:
-                ids = torch.randperm(self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order"))
-            else:
-                ids = torch.arange(self.length)
-            self._order = (self.epoch, ids)
-        return self._order[1]
+        if not self.shuffle:
+            return torch.arange(self.length)
+        return torch.randperm(self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order"))
 
     def positions(self, step: int) -> slice:
         """Return the positions, in the epoch's order, of this rank's share of global batch `step`."""
