@@ -25,10 +25,9 @@ CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", 
 def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
     """Return 60,000 training and 10,000 evaluation images of 28×28 pixels, or those in data.root.
 
-    Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, 2017 (arXiv 1708.07747).
+    Raises ConfigError if the data is not there, or a file is not valid.
 
-    Raises:
-        ConfigError: the data is not there, or a file is not valid.
+    Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, 2017 (arXiv 1708.07747).
     """
     folder = locate(config.root)
     try:
@@ -42,29 +41,22 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
 
 
 def locate(data_root: str | None) -> Path:
-    """Return the folder that holds the four files, downloading them once per node if no folder has them.
-
-    Raises:
-        ConfigError: data.root does not have all of them, or no folder has and the download failed.
-    """
-    if data_root is not None:
-        root = Path(os.path.expanduser(data_root))
-        missing = [name for name in FILES if not os.path.isfile(find_idx(root, name))]
-        require(
-            not missing,
-            f"data.root={data_root} must be a folder with Fashion-MNIST's four IDX files, gzipped or not: "
-            f"it {'lacks ' + ', '.join(missing) if os.path.isdir(root) else 'is not a folder'}",
-        )
-        return root
+    """Return the folder of the four files, downloaded once per node if none has them; ConfigError if that fails."""
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
-    for folder in (DEBIAN_FOLDER, cache):
-        if all(os.path.isfile(find_idx(folder, name)) for name in FILES):
+    for folder in (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),):
+        missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
+        if not missing:
             return folder
+        require(
+            data_root is None,
+            f"data.root={data_root} must be a folder with Fashion-MNIST's four IDX files, gzipped or not: "
+            f"it {'lacks ' + ', '.join(missing) if os.path.isdir(folder) else 'is not a folder'}",
+        )
     try:
         download(cache)
-    except TransientError:
-        raise
     except (OSError, RuntimeError, HTTPException) as error:  # torchvision raises each of them
+        if isinstance(error, TransientError):
+            raise
         raise ConfigError(
             "data=fashion_mnist is missing and the download failed. Three ways: set data.root to a folder with the "
             f"four IDX files; install Debian's dataset-fashion-mnist, which puts them into {DEBIAN_FOLDER}; "

@@ -34,10 +34,9 @@ def find_idx(folder: Path, name: str) -> Path:
 def read_idx(path: Path, *, dimensions: int) -> Tensor:
     """Return the uint8 array in the IDX file `path`, gzipped or not: 3 dimensions are images, 1 is labels.
 
-    Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
+    Raises ConfigError for a file that cannot be read, is truncated, or holds something else.
 
-    Raises:
-        ConfigError: the file cannot be read, is truncated, is no IDX file or holds another kind of array.
+    Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
     """
     try:
         data = path.read_bytes()

@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +39,23 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
     kind = find_class(config.dataset)
     root = Path(config.root).expanduser() if config.root else user_cache() / "torchvision"
     if config.download:
-        make_folder(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"data.root={root} must be a folder that can be written: {error.strerror}"
+            raise ConfigError(reason) from error
     with ExitStack() as stack:
         if os.access(root, os.W_OK):  # also without a download, because ImageNet extracts its archives
             holder = f"another process has been downloading to {root} for {LOCK_SECONDS:.0f} s: is it still running?"
             stack.enter_context(lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder))
         train, evaluation = open_splits(kind, root, config)
-    class_names = names_of_classes(train)
-    is_split = config.validation_fraction > 0
-    require(
-        evaluation is not None or is_split,
-        f"data.dataset={config.dataset} has no split for evaluation: set data.validation_fraction=0.2",
-    )
+    class_names, fix = names_of_classes(train), "set data.validation_fraction=0.2"
+    if config.validation_fraction > 0:
+        evaluation = train
+    require(evaluation is not None, f"data.dataset={config.dataset} has no split for evaluation: {fix}")
     first = as_split(train, class_names, config)
-    if is_split:
-        return Datasets(train=first, eval=first, class_names=class_names)
-    return Datasets(train=first, eval=as_split(evaluation, class_names, config), class_names=class_names)
-
-
-def make_folder(root: Path) -> None:
-    """Create the folder for a download; ConfigError if that is not allowed."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"data.root={root} must be a folder that can be written: {error.strerror}") from error
+    other = first if evaluation is train else as_split(evaluation, class_names, config)
+    return Datasets(train=first, eval=other, class_names=class_names)
 
 
 def find_class(name: str) -> type:
@@ -70,10 +63,7 @@ def find_class(name: str) -> type:
     classes = [key for key in torchvision_datasets.__all__ if isinstance(getattr(torchvision_datasets, key), type)]
     files = [key for key in classes if "root" in inspect.signature(getattr(torchvision_datasets, key)).parameters]
     known = [key for key in files if not key.startswith("LSUN")]  # which reads a pickle from the current folder
-    require(
-        name in known,
-        f"data.dataset={name} is not a data set of torchvision{suggestion(name, known)}",
-    )
+    require(name in known, f"data.dataset={name} is not a data set of torchvision{suggestion(name, known)}")
     return getattr(torchvision_datasets, name)
 
 
@@ -131,12 +121,10 @@ def names_of_classes(dataset: Any) -> list[str]:
 def labels_of(dataset: Any) -> list[int]:
     """Return all labels; ConfigError if there is not one number for each image."""
     lists = [[label for _, label in getattr(dataset, name, None) or ()] for name in FILE_LISTS]
-    for labels in (*lists, *(getattr(dataset, name, None) for name in LABELS)):
-        if labels is not None and len(labels) == len(dataset):
-            try:
+    with suppress(TypeError, ValueError):
+        for labels in (*lists, *(getattr(dataset, name, None) for name in LABELS)):
+            if labels is not None and len(labels) == len(dataset):
                 return [int(label) for label in labels]
-            except (TypeError, ValueError):
-                break
     raise ConfigError(f"data.dataset={type(dataset).__name__} does not give one class for each image: {USE_A_PLUGIN}")
 
 
