@@ -61,7 +61,7 @@ def decode(data: Array) -> Tensor:
     """
     Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, of which it only warns, is lower than MAX_PIXELS
     try:
-        width, height = jpeg_size(data) or pillow_size(data)
+        width, height = jpeg_size(data) or Image.open(io.BytesIO(data.data)).size
         if width * height > MAX_PIXELS:
             limit = f"the maximum is {MAX_PIXELS / 1e6:.0f} million"
             raise BadImageError(f"it has {width} × {height} pixels, and {limit}: scale it down")
@@ -94,12 +94,6 @@ def jpeg_size(data: Array) -> tuple[int, int] | None:
     return None
 
 
-def pillow_size(data: Array) -> tuple[int, int]:
-    """Return width and height of an image from its header."""
-    with Image.open(io.BytesIO(data.data)) as opened:
-        return opened.size
-
-
 def pillow_decode(data: Array) -> Tensor:
     """Return the image that Pillow decodes: uint8 [3, H, W]."""
     with Image.open(io.BytesIO(data.data)) as opened:
@@ -126,6 +120,13 @@ def center_box(height: int, width: int) -> Box:
     """Return the square in the center whose side is `CENTER` of the shorter side."""
     side = max(1, round(CENTER * min(height, width)))
     return Box((height - side) // 2, (width - side) // 2, side, side)
+
+
+def crop(image: Tensor, draws: Sequence[float] | None, *, min_area: float, side: int) -> Tensor:
+    """Return the `random_box` of an image, or its `center_box` for None: uint8 [C, H, W] -> [C, side, side]."""
+    height, width = image.shape[1:]
+    box = center_box(height, width) if draws is None else random_box(height, width, draws, min_area)
+    return resize(image, box, (side, side))
 
 
 def resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:

@@ -4,11 +4,10 @@ import hashlib
 import os
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ddp_trainer.data.progress import show_progress
 from ddp_trainer.distributed.files import lock_file, replace_file
 
 EXTENSIONS = (b".avif", b".bmp", b".gif", b".jpeg", b".jpg", b".png", b".ppm", b".tif", b".tiff", b".webp")
+IMAGE_FILES = f"files that end in {b', '.join(EXTENSIONS).decode()}"
 SCAN_THREADS = 8
 """They wait for the file system, not for a core."""
 LOCK_SECONDS = 3600.0
@@ -29,6 +29,8 @@ NUM_CHECKED_FILES = 1000
 """Number of files that are compared with a saved index, because to overwrite a file does not change its folder."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
+File = tuple[bytes, int, int]
+"""Name, bytes, and time of the last change in ns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,21 +111,51 @@ def scan(root: Path, path: Path) -> FileIndex:
 
     Raises ConfigError, or TransientError if the user cannot change it, for a folder that cannot be read.
     """
+    folders: dict[bytes, int] = {}
     try:
-        status = os.stat(root)
+        folders[b""] = os.stat(root).st_mtime_ns
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
         with show_progress(f"scanning {root}") as advance, ThreadPoolExecutor(SCAN_THREADS) as pool:
-            parts = list(pool.map(partial(scan_class, os.fsencode(root), advance), map(os.fsencode, classes)))
+
+            def scan_class(name: str) -> list[File]:
+                files = sorted(walk(os.fsencode(root), os.fsencode(name), folders, set()))
+                advance(len(files))
+                return files
+
+            parts = list(pool.map(scan_class, classes))
     except OSError as error:
         raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
-    folders = {b"": status.st_mtime_ns} | {name: changed for _, found in parts for name, changed in found.items()}
-    files = [file for part, _ in parts for file in part]
+    return build_index(root, path, classes, parts, folders)
+
+
+def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[str], cache_dir: Path) -> FileIndex:
+    """Return the index of files that a data set lists, sorted by class.
+
+    Raises ConfigError, or TransientError if the user cannot change it, for a file that cannot be read.
+    """
+    names = list(map(os.fsencode, paths))
+    root = os.path.commonpath(map(os.path.dirname, names))
+    parts: list[list[File]] = [[] for _ in class_names]
+    try:
+        for label, name in sorted(zip(labels, names, strict=True)):
+            status = os.stat(name)
+            parts[label].append((os.path.relpath(name, root), status.st_size, status.st_mtime_ns))
+    except OSError as error:
+        raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+    return build_index(Path(os.fsdecode(root)), cache_dir / "none.index", class_names, parts, folders={})
+
+
+def build_index(
+    root: Path, saved_in: Path, class_names: list[str], parts: Sequence[list[File]], folders: dict[bytes, int]
+) -> FileIndex:
+    """Return the index of the files of each class, and of the folders that were read, with their times."""
+    files = [file for part in parts for file in part]
     numbers = np.array([(len(name), size, changed) for name, size, changed in files], dtype=np.int64).reshape(-1, 3)
     return FileIndex(
         root=root,
-        saved_in=path,
-        class_names=classes,
-        counts=np.array([len(part) for part, _ in parts], dtype=np.int64),
+        saved_in=saved_in,
+        class_names=class_names,
+        counts=np.array([len(part) for part in parts], dtype=np.int64),
         names=b"".join(name for name, _, _ in files),
         ends=numbers[:, 0].cumsum(),
         sizes=numbers[:, 1].copy(),
@@ -133,47 +165,8 @@ def scan(root: Path, path: Path) -> FileIndex:
     )
 
 
-def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[str], cache_dir: Path) -> FileIndex:
-    """Return the index of files that a data set lists, sorted by class.
-
-    Raises ConfigError, or TransientError if the user cannot change it, for a file that cannot be read.
-    """
-    order = sorted(range(len(paths)), key=lambda number: (labels[number], os.fsencode(paths[number])))
-    names = [os.fsencode(paths[number]) for number in order]
-    try:
-        status = [os.stat(name) for name in names]
-    except OSError as error:
-        raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
-    root = os.path.commonpath(map(os.path.dirname, names))
-    names = [os.path.relpath(name, root) for name in names]
-    return FileIndex(
-        root=Path(os.fsdecode(root)),
-        saved_in=cache_dir / "none.index",
-        class_names=class_names,
-        counts=np.bincount(np.array(labels), minlength=len(class_names)).astype(np.int64),
-        names=b"".join(names),
-        ends=np.array([len(name) for name in names], dtype=np.int64).cumsum(),
-        sizes=np.array([found.st_size for found in status], dtype=np.int64),
-        times=np.array([found.st_mtime_ns for found in status], dtype=np.int64),
-        folders=[],
-        folder_times=np.zeros(0, dtype=np.int64),
-    )
-
-
-def scan_class(
-    root: bytes, advance: Callable[[int], None], name: bytes
-) -> tuple[list[tuple[bytes, int, int]], dict[bytes, int]]:
-    """Return (name, bytes, time) of each image of a class, sorted, and the time of each folder."""
-    folders: dict[bytes, int] = {}
-    files = sorted(walk(root, name, folders, set()))
-    advance(len(files))
-    return files, folders
-
-
-def walk(
-    root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]
-) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (name, bytes, time) of each image in `folder` and below it, each folder once, and note folders' times."""
+def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]) -> Iterator[File]:
+    """Yield each image in `folder` and below it, each folder once, and note the times of folders in `folders`."""
     path = os.path.join(root, folder)
     status = os.stat(path)
     if (status.st_dev, status.st_ino) in visited:  # a link back

@@ -11,16 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import ConfigError, TransientError
-from ddp_trainer.data.decoding import (
-    CENTER,
-    BadImageError,
-    center_box,
-    decode,
-    decoder_name,
-    random_box,
-    resize,
-    shrink,
-)
+from ddp_trainer.data.decoding import CENTER, BadImageError, crop, decode, decoder_name, shrink
 from ddp_trainer.data.file_index import FileIndex
 from ddp_trainer.data.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
@@ -63,9 +54,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
             BadImageError: it cannot be read or decoded; OSError, RuntimeError for errors that may go away.
         """
         image = self.decode(index) if self.cache is None else self.cache[index]
-        height, width = image.shape[1:]
-        box = center_box(height, width) if draws is None else random_box(height, width, draws, self.min_crop_area)
-        return resize(image, box, (self.image_size, self.image_size)), int(self.labels[index])
+        return crop(image, draws, min_area=self.min_crop_area, side=self.image_size), int(self.labels[index])
 
     def decode(self, index: int) -> Tensor:
         """Return a whole image, uint8 [3, H, W], from its file."""

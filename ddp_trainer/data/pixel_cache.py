@@ -142,10 +142,6 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
             f"{written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another, or data.cache=none"
         ) from error
     os.rename(building, folder)
-    directory = os.open(folder.parent, os.O_RDONLY)
-    with suppress(OSError):
-        os.fsync(directory)
-    os.close(directory)
 
 
 def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: int) -> Iterator[Decoded]:
@@ -182,10 +178,8 @@ def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> b
 
 def keep_whole_images(building: Path) -> int:
     """Truncate the files after the last image that is complete, and return the number of images."""
-    if not (building / RECORDS).exists():
-        for name in (BAD, PIXELS, RECORDS):  # the one that is looked for last
-            (building / name).write_bytes(b"")
-        return 0
+    for name in (PIXELS, RECORDS, BAD):
+        (building / name).touch()
     records = read_records(building)
     ends = sizes(records).cumsum()
     count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))

@@ -4,14 +4,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import path_error, require
-from ddp_trainer.data.file_index import EXTENSIONS, walk
+from ddp_trainer.data.file_index import IMAGE_FILES, walk
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.inference.classifier import Classifier, Prediction, read_file
 from ddp_trainer.inference.preprocessing import Preprocessing
@@ -46,23 +45,15 @@ def predict_files(
 ) -> Iterator[tuple[str, Prediction | BadFile]]:
     """Yield each path, in order, with its prediction, or with the reason why there is none."""
     channels, height, width = classifier.preprocessing.image_shape
-    bad: list[tuple[str, str]] = []
-    blank: Any = torch.zeros(channels, 1, 1, dtype=torch.uint8)
-    reader = SampleReader(
-        PictureFiles(paths, classifier.preprocessing),
-        image_shape=(channels, height, width),
-        num_classes=1,
-        num_workers=num_workers,
-        pin_memory=classifier.device.type == "cuda",
-        blank=blank,
-        bad=bad,
-    )
+    files, is_cuda = PictureFiles(paths, classifier.preprocessing), classifier.device.type == "cuda"
+    shape = (channels, height, width)
+    reader = SampleReader(files, image_shape=shape, num_classes=1, num_workers=num_workers, pin_memory=is_cuda)
     parts = torch.arange(len(paths)).split(batch_size) if paths else ()
     for ids, (pixels, labels) in zip(parts, reader.read(parts), strict=True):
         predictions = classifier.predictions(classifier.of_pixels(pixels), top=top)
         for index, label, prediction in zip(ids.tolist(), labels.tolist(), predictions, strict=True):
             path: str = paths[index]
-            yield path, prediction if label != NO_LABEL else BadFile(dict(bad)[path])
+            yield path, prediction if label != NO_LABEL else BadFile(dict(reader.bad)[path])
 
 
 def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
@@ -79,9 +70,12 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
             separator = b"\0" if b"\0" in text else b"\n"  # of find -print0
             paths += [os.fsdecode(line) for line in text.split(separator) if line]
         elif os.path.isdir(word):
-            found = folder_pictures(word)
-            require(bool(found), f"{word} has no image: files that end in {b', '.join(EXTENSIONS).decode()}")
-            paths += found
+            try:
+                names = sorted(name for name, _, _ in walk(os.fsencode(word), b"", {}, set()))
+            except OSError as error:
+                raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+            require(bool(names), f"{word} has no image: {IMAGE_FILES}")
+            paths += [os.path.join(word, os.fsdecode(name)) for name in names]
         else:
             try:
                 os.stat(word)
@@ -90,12 +84,3 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
                 raise path_error(error, f"{word} cannot be read ({error.strerror}): {way_out}") from error
             paths.append(word)
     return paths
-
-
-def folder_pictures(folder: str) -> list[str]:
-    """Return the image files in a folder and those below it, sorted; ConfigError if one cannot be read."""
-    try:
-        names = sorted(name for name, _, _ in walk(os.fsencode(folder), b"", {}, set()))
-    except OSError as error:
-        raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
-    return [os.path.join(folder, os.fsdecode(name)) for name in names]

@@ -144,13 +144,13 @@ def test_without_a_folder_for_it_an_index_is_not_saved(root: Path, scans: list[P
 def test_processes_of_a_node_scan_once(
     root: Path, scans: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class_scan = file_index.scan_class
+    walk = file_index.walk
 
     def slow(*args: Any) -> Any:
         time.sleep(0.2)
-        return class_scan(*args)
+        return walk(*args)
 
-    monkeypatch.setattr(file_index, "scan_class", slow)
+    monkeypatch.setattr(file_index, "walk", slow)
     threads = [threading.Thread(target=load_index, args=(root, tmp_path / "cache")) for _ in range(4)]
     for thread in threads:
         thread.start()

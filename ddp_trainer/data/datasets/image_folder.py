@@ -5,7 +5,7 @@ from pathlib import Path
 from ddp_trainer.config.data import Cache, ImageFilesConfig, ImageFolderConfig
 from ddp_trainer.config.errors import require
 from ddp_trainer.data.dataset import Datasets
-from ddp_trainer.data.file_index import EXTENSIONS, FileIndex, load_index
+from ddp_trainer.data.file_index import IMAGE_FILES, FileIndex, load_index
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.distributed.environment import user_cache
 
@@ -20,7 +20,10 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
     train_folder, eval_folder = find_splits(root, is_split=config.validation_fraction > 0)
     cache_dir = cache_folder(config)
     train = load_index(train_folder, cache_dir)
-    check_classes(train)
+    count = len(train.class_names)
+    require(count > 1, f"{train_folder} must have a folder for each of at least 2 classes and has {count}")
+    for name, images in zip(train.class_names, train.counts.tolist(), strict=True):
+        require(images > 0, f"{train_folder / name} has no image: add some, or remove it; images are {IMAGE_FILES}")
     evaluation = None if eval_folder is None else load_index(eval_folder, cache_dir)
     if evaluation is not None:
         check_evaluation(evaluation, train.class_names)
@@ -78,18 +81,6 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
     return root / "train", evaluation
 
 
-def check_classes(files: FileIndex) -> None:
-    """Check that there are two classes or more, each with an image."""
-    count = len(files.class_names)
-    require(count > 1, f"{files.root} must have a folder for each of at least 2 classes and has {count}")
-    for name, images in zip(files.class_names, files.counts.tolist(), strict=True):
-        require(
-            images > 0,
-            f"{files.root / name} has no image: add some, or remove it; images are files that end in "
-            f"{b', '.join(EXTENSIONS).decode()}",
-        )
-
-
 def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
     """Check that there are images, and no class that the training images do not have."""
     unknown = [name for name in files.class_names if name not in set(class_names)]
@@ -98,4 +89,4 @@ def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
         f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not have: remove it, or "
         "add images of it to those",
     )
-    require(len(files) > 0, f"{files.root} has no images: files that end in {b', '.join(EXTENSIONS).decode()}")
+    require(len(files) > 0, f"{files.root} has no images: {IMAGE_FILES}")
