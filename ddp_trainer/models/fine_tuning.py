@@ -55,11 +55,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors in a file by name; ConfigError if it has none."""
     try:
         if path.suffix == ".safetensors":
-            state = read_safetensors(path)
+            from safetensors.torch import load_file  # an extra
+
+            state: Any = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except ConfigError:
-        raise
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.weights={path} needs safetensors: pip install 'ddp_trainer[timm]'") from error
     except Exception as error:  # a file that is no checkpoint may raise anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"model.weights={path} cannot be read ({reason}): give a file of weights") from error
@@ -82,19 +84,6 @@ def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, 
             break
         consume_prefix_in_state_dict_if_present(state, prefix)
     return state
-
-
-def read_safetensors(path: Path) -> Any:
-    """Return the tensors of a file of safetensors; ConfigError if the package is not installed."""
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"model.weights={path} needs safetensors: pip install 'ddp_trainer[timm]'") from error
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
 
 
 def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
