@@ -1,6 +1,7 @@
 """The numbers of a page, compact: rounded, as differences, and shortened where there are very many."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,14 +16,14 @@ DIGITS = 6
 def rows_allowed(tables: Sequence[Table], *, limit: int = MAX_POINTS) -> int | None:
     """Return the number of rows to which the longest tables must be shortened; None if all fit into `limit` values."""
     sizes = [(len(table.steps), len(table.columns)) for table in tables]
-    if sum(rows * columns for rows, columns in sizes) <= limit:
+    longest = max((rows for rows, _ in sizes), default=0)
+
+    def num_values(most: int) -> int:
+        return sum(min(rows, most) * columns for rows, columns in sizes)
+
+    if num_values(longest) <= limit:
         return None
-    low, high = 2, max(rows for rows, _ in sizes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = sum(min(rows, middle) * columns for rows, columns in sizes) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    return max(2, bisect_right(range(longest), limit, key=num_values) - 1)
 
 
 def shorten(table: Table, *, rows: int) -> Table:

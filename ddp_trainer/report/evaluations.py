@@ -54,13 +54,15 @@ class Evaluation:
 
     def __init__(self, files: RunFiles) -> None:
         self.files, self.pictures = files, RunFiles(files.folder)
-        self.metrics: dict[str, Any] = files.read_json("metrics.json", dict)
+        self.metrics: dict[str, Any] = files.read_object("metrics.json", dict)
         self.matrix = read_matrix(files)
         per_class = self.metrics.get("per_class")
         self.per_class: dict[str, Any] = per_class if isinstance(per_class, dict) else {}
         self.class_names = self.matrix.names or list(self.per_class)
         self.places = {name: place for place, name in reversed(list(enumerate(self.class_names[:MAX_CLASSES])))}
-        mistakes = [self.mistake(entry) for entry in files.read_json("mistakes.json", list) if isinstance(entry, dict)]
+        mistakes = [
+            self.mistake(entry) for entry in files.read_object("mistakes.json", list) if isinstance(entry, dict)
+        ]
         self.mistakes = sorted(mistakes, key=lambda mistake: -(mistake.loss or 0))
 
     @property

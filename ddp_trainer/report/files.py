@@ -58,10 +58,6 @@ class RunFiles:
             return None
         return data
 
-    def read_text(self, name: str, *, limit: int = 16 * MB) -> str:
-        """Return the content of a text file, empty if it cannot be read; what is not UTF-8 becomes U+FFFD."""
-        return (self.read_bytes(name, limit=limit) or b"").decode(errors="replace")
-
     def read_lines(self, name: str, *, limit: int) -> Iterator[str]:
         """Yield the lines of a text file, of at most `limit` bytes in all."""
         path, size = self.folder / name, 0
@@ -78,32 +74,28 @@ class RunFiles:
         except OSError as error:
             self.unreadable(name, error)
 
-    def read_json(self, name: str, kind: type, *, limit: int = 32 * MB) -> Any:
-        """Return the object of type `kind` in a JSON file; an empty one if it is missing or damaged."""
-        data = self.read_bytes(name, limit=limit)
+    def read_records(self, name: str, *, limit: int) -> Iterator[dict[str, Any] | None]:
+        """Yield the dict with a step in each line of a file of JSON lines; None for a damaged line."""
+        for line in filter(str.strip, self.read_lines(name, limit=limit)):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) and whole(record.get("step")) is not None else None
+
+    def read_object(self, name: str, kind: type) -> Any:
+        """Return the object of type `kind` in a file of JSON or YAML; an empty one if it is missing or damaged."""
+        is_yaml = name.endswith(".yaml")
+        data = self.read_bytes(name, limit=MB if is_yaml else 32 * MB)
         if data is None:
             return kind()
         try:
-            value = json.loads(data.decode(errors="replace"))
-        except (ValueError, RecursionError):
+            value = (yaml.safe_load if is_yaml else json.loads)(data.decode(errors="replace"))
+        except (yaml.YAMLError, ValueError, RecursionError):
             value = None
         if not isinstance(value, kind):
             self.problems.append(f"{name} is damaged.")
             return kind()
-        return value
-
-    def read_yaml(self, name: str, *, limit: int = MB) -> dict[Any, Any]:
-        """Return the dict in a YAML file; an empty one if it is missing or damaged."""
-        data = self.read_bytes(name, limit=limit)
-        if data is None:
-            return {}
-        try:
-            value = yaml.safe_load(data.decode(errors="replace"))
-        except (yaml.YAMLError, ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            self.problems.append(f"{name} is damaged.")
-            return {}
         return value
 
     def read_picture(self, name: str, *, limit: int, max_side: int) -> Picture | None:

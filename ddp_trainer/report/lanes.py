@@ -1,6 +1,5 @@
 """The own time of each rank over the steps: of the whole run, and of the last minutes before a failure."""
 
-import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from ddp_trainer.report.files import MB, RunFiles, number, whole
+from ddp_trainer.report.files import MB, RunFiles, number
 
 MAX_RANKS, MAX_COLUMNS, MAX_CELLS = 128, 300, 20_000
 """Lanes, columns and cells that are drawn: of more ranks the slowest, of more steps the mean of some in a row."""
@@ -64,7 +63,7 @@ def read_lanes(files: RunFiles) -> list[Lanes]:
 
 def entries_of_run(files: RunFiles) -> Iterator[Entry]:
     """Yield the entries of ranks.jsonl, whose rows have a list with a time for each rank."""
-    for row in read_rows(files, "ranks.jsonl", limit=64 * MB):
+    for row in filter(None, files.read_records("ranks.jsonl", limit=64 * MB)):
         lists = {name: value for name, value in row.items() if name not in NOT_TIMES and isinstance(value, list)}
         for rank in range(min(map(len, lists.values()), default=0)):
             yield Entry(rank, row["step"], numbers({name: value[rank] for name, value in lists.items()}))
@@ -76,20 +75,10 @@ def entries_of_flight(files: RunFiles) -> Iterator[Entry]:
         names = sorted(path.name for path in (files.folder / "flight").glob("rank-*.jsonl"))
         for name in names[:MAX_FILES]:
             digits = name.removeprefix("rank-").removesuffix(".jsonl")
-            for row in read_rows(files, f"flight/{name}", limit=4 * MB) if digits.isdecimal() else ():
+            records = files.read_records(f"flight/{name}", limit=4 * MB) if digits.isdecimal() else ()
+            for row in filter(None, records):
                 times = {key: value for key, value in row.items() if key not in NOT_TIMES}
                 yield Entry(int(digits[:6]), row["step"], numbers(times))
-
-
-def read_rows(files: RunFiles, name: str, *, limit: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that have a step; damaged ones are left out."""
-    for line in files.read_lines(name, limit=limit):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and whole(row.get("step")) is not None:
-            yield row
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """metrics.jsonl and train.log as tables of numbers, launches and losses that were not finite."""
 
-import json
 import math
 import re
 from array import array
@@ -78,7 +77,6 @@ class Records:
         self.nonfinite: NonFinite | None = None
         self.slowest: Counter[tuple[int, str]] = Counter()
         self.steps_per_epoch = 0
-        self.num_damaged = 0
         self.has_more_tags = False
         self.last_time = UNKNOWN_TIME
 
@@ -149,18 +147,14 @@ def is_nonfinite(value: object) -> bool:
 
 def read_metrics(files: RunFiles) -> Metrics:
     """Return the content of metrics.jsonl and train.log. Damaged lines are left out; `files` notes their number."""
-    records = Records()
-    for line in files.read_lines("metrics.jsonl", limit=MAX_METRICS):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and whole(record.get("step")) is not None:
-            records.add(record)
+    records, num_damaged = Records(), 0
+    for record in files.read_records("metrics.jsonl", limit=MAX_METRICS):
+        if record is None:
+            num_damaged += 1
         else:
-            records.num_damaged += bool(line.strip())
-    if records.num_damaged:
-        files.problems.append(f"metrics.jsonl has damaged lines, which were left out: {records.num_damaged:,}.")
+            records.add(record)
+    if num_damaged:
+        files.problems.append(f"metrics.jsonl has damaged lines, which were left out: {num_damaged:,}.")
     if records.has_more_tags:
         files.problems.append(f"metrics.jsonl has more than {MAX_TAGS} tags; the others were left out.")
     log = read_log(files)

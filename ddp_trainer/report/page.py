@@ -19,7 +19,7 @@ from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.report.curves import MAX_POINTS, encode, rows_allowed
 from ddp_trainer.report.evaluations import thumbnail_shares
 from ddp_trainer.report.files import text
-from ddp_trainer.report.runs import Run, compare, distinct_names
+from ddp_trainer.report.runs import Run, compare, distinct_names, flatten
 
 TEMPLATES, VENDOR = Path(__file__).parent / "templates", Path(__file__).parent / "vendor"
 STYLES = (VENDOR / "uPlot.min.css", TEMPLATES / "style.css")
@@ -77,7 +77,7 @@ def build_page(runs: Sequence[Run], *, title: str | None = None) -> str:
         runs=list(zip(names, runs, pictures, strict=True)),
         differing=differing,
         config=config,
-        summary=compare([run.summary_texts() for run in runs])[1],
+        summary=compare([flatten(run.summary) for run in runs])[1],
         versions=compare([run.versions for run in runs])[1],
         shortened=f"{MAX_POINTS:,}" if rows else "",
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

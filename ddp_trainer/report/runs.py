@@ -3,8 +3,9 @@
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddp_trainer.config.errors import require_run_dir
 from ddp_trainer.report.evaluations import read_evaluations
@@ -22,13 +23,6 @@ PICTURES = {
 NOT_SET = "—"
 
 
-class Fact(NamedTuple):
-    """A line of the overview of a run."""
-
-    name: str
-    value: str
-
-
 class Run:
     """The content of one run directory."""
 
@@ -36,9 +30,9 @@ class Run:
         require_run_dir(run_dir)
         self.path, self.name = run_dir, text(run_dir.resolve().name)
         self.files = RunFiles(run_dir)
-        self.config = flatten(self.files.read_yaml("config.yaml"))
-        self.versions = flatten(self.files.read_json("versions.json", dict))
-        self.summary: dict[str, Any] = self.files.read_json("summary.json", dict)
+        self.config = flatten(self.files.read_object("config.yaml", dict))
+        self.versions = flatten(self.files.read_object("versions.json", dict))
+        self.summary: dict[str, Any] = self.files.read_object("summary.json", dict)
         self.metrics: Metrics = read_metrics(self.files)
         self.lanes = read_lanes(self.files)
         self.folders = read_evaluations(self.files)
@@ -73,25 +67,25 @@ class Run:
             return ["There is no summary.json: the run is in progress, or it ended with an error."]
         return []
 
-    def facts(self) -> list[Fact]:
-        """Return the numbers of the overview; those that are unknown are left out."""
-        steps = whole(self.summary.get("steps"))
+    def facts(self) -> dict[str, str]:
+        """Return the numbers of the overview by name; those that are unknown are left out."""
+        steps, speed = whole(self.summary.get("steps")), number(self.summary.get("images_per_second"))
         shown = {
             "steps": f"{steps if steps is not None else self.last_step:,}",
             "epochs": text(self.summary.get("epochs"), length=20),
             "duration": duration(number(self.summary.get("seconds")) or self.seconds_of_records),
             "ranks": self.world_sizes,
-            "speed": with_unit(self.summary.get("images_per_second"), "img/s"),
+            "speed": "" if speed is None else f"{speed:,.0f} img/s",
             "device": text(self.summary.get("device"), length=60),
         }
-        return [Fact(name, value) for name, value in shown.items() if value]
+        return {name: value for name, value in shown.items() if value}
 
-    def scores(self) -> list[Fact]:
-        """Return the accuracy of the run as percentages; those that are unknown are left out."""
+    def scores(self) -> dict[str, str]:
+        """Return the accuracy of the run as percentages by name; those that are unknown are left out."""
         split = text(self.summary.get("eval/split"), length=40) or "evaluation"
         values = {f"{split} top-1": self.summary.get("eval/top1", self.last_value("eval/top1")),
                   "best top-1": self.summary.get("best_top1")}  # fmt: skip
-        return [Fact(name, percent) for name, value in values.items() if (percent := percentage(number(value)))]
+        return {name: f"{100 * share:.2f} %" for name, v in values.items() if (share := number(v)) is not None}
 
     @property
     def last_step(self) -> int:
@@ -108,8 +102,7 @@ class Run:
     def world_sizes(self) -> str:
         """The world sizes of the launches, without repeats; if they are unknown, that of the summary."""
         sizes = [launch.world_size for launch in self.metrics.launches if launch.world_size]
-        changes = [size for place, size in enumerate(sizes) if place == 0 or sizes[place - 1] != size]
-        known = changes or [size for size in [whole(self.summary.get("world_size"))] if size]
+        known = [size for size, _ in groupby(sizes or [whole(self.summary.get("world_size"))]) if size]
         return " → ".join(map(str, known[:8])) + (" …" if len(known) > 8 else "")
 
     def last_value(self, tag: str) -> float | None:
@@ -119,12 +112,12 @@ class Run:
 
     def pictures(self) -> list[tuple[str, str, Picture]]:
         """Return title, description and content of the pictures that the loggers wrote."""
-        found = [
-            (title, about, self.files.read_picture(f"pictures/{name}.png", limit=MAX_PICTURE_BYTES,
-                                                   max_side=MAX_PICTURE_SIDE))
+        limits = {"limit": MAX_PICTURE_BYTES, "max_side": MAX_PICTURE_SIDE}
+        return [
+            (title, about, picture)
             for name, (title, about) in PICTURES.items()
-        ]  # fmt: skip
-        return [(title, about, picture) for title, about, picture in found if picture]
+            if (picture := self.files.read_picture(f"pictures/{name}.png", **limits))
+        ]
 
     def slowest_rows(self) -> list[list[str]]:
         """Return the ranks that were slowest: rank, its phase, log windows and their share, most frequent first."""
@@ -143,10 +136,6 @@ class Run:
             rows.append([str(place), f"{launch.step:,}", text(launch.world_size), when,
                          duration(pause) if pause == pause else ""])  # fmt: skip
         return rows
-
-    def summary_texts(self) -> dict[str, str]:
-        """Return the content of summary.json."""
-        return flatten(self.summary)
 
     def evaluate_command(self) -> str:
         """Return the command that evaluates this run."""
@@ -215,14 +204,3 @@ def duration(seconds: float | None) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-
-
-def percentage(value: float | None) -> str:
-    """Return a share as a percentage with two decimals; empty if it is unknown."""
-    return "" if value is None else f"{100 * value:.2f} %"
-
-
-def with_unit(value: object, unit: str) -> str:
-    """Return a number with its unit; empty if it is unknown."""
-    known = number(value)
-    return "" if known is None else f"{known:,.0f} {unit}"
