@@ -16,9 +16,8 @@ from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
-from ddp_trainer.config.errors import NOT_NEGATIVE, path_error, require
+from ddp_trainer.config.errors import NOT_NEGATIVE, require
 from ddp_trainer.distributed.environment import installed_versions, read_environment
-from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.memory import disable_gc
 
 
@@ -57,7 +56,7 @@ def main(words: Sequence[str]) -> None:
 def export(run_dir: Path, options: ExportOptions, overrides: Sequence[str]) -> None:
     """Write the files and the model card."""
     with disable_gc():  # imports torch
-        from ddp_trainer.inference.export import check_formats, export_files
+        from ddp_trainer.inference.export import check_formats, export_files, new_file
         from ddp_trainer.inference.model_card import model_card
         from ddp_trainer.inference.splits import example_images
         from ddp_trainer.inference.trained_model import load_model
@@ -71,11 +70,7 @@ def export(run_dir: Path, options: ExportOptions, overrides: Sequence[str]) -> N
         size = (folder / f"model.{name}").stat().st_size / 1e6
         agrees = f"differs by at most {difference:.1e} on {len(images):,} images" if len(images) else "not compared"
         print(f"wrote {folder / f'model.{name}'} ({size:,.1f} MB, {agrees})")
-    card = model_card(
-        trained, differences, num_images=len(images), inside=inside, versions=installed_versions()
-    )  # fmt: skip
-    try:
-        replace_text(folder / "model_card.md", card)
-    except OSError as error:
-        raise path_error(error, f"{folder}/model_card.md cannot be written: {error.strerror or error}") from error
+    card = model_card(trained, differences, num_images=len(images), inside=inside, versions=installed_versions())
+    with new_file(folder / "model_card.md") as temporary:
+        temporary.write_text(card, encoding="utf-8")
     print(f"wrote {folder / 'model_card.md'}")

@@ -1,7 +1,6 @@
 """Exports of a trained model: safetensors, ``torch.export`` and ONNX, each compared with the checkpoint."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, path_error, require
+from ddp_trainer.distributed.files import replace_file
 from ddp_trainer.inference.preprocessing import Preprocessing
 from ddp_trainer.inference.trained_model import TrainedModel
 from ddp_trainer.models.state import load_state
@@ -74,7 +74,6 @@ def export_files(
     Raises:
         ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or cannot be written.
     """
-    check_formats(formats)
     model = ExportedModel(trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside).eval()
     expected = in_batches(model, model.prepare(images))
     differences = {}
@@ -165,14 +164,9 @@ def metadata(trained: TrainedModel) -> dict[str, str]:
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which is renamed to `path` unless an exception is raised."""
-    temporary = path.with_name(f".{path.stem}.writing{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replace_file(path) as file:
+            yield Path(file.name)
     except OSError as error:
         raise path_error(error, f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -87,12 +87,9 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
     about: dict[str, Any] = {"checkpoint": trained.checkpoint, "split": split.name, "data": config.data.description}
     about |= {"step": trained.step, "epoch": trained.epoch}
     paths, read = partial(sample_name, split.images), partial(read_images, reader)
-
-    def write() -> None:
-        if world.is_main:
-            write_evaluation(folder, scores, about, paths=paths, read=read)
-
-    world.raise_on_any_rank(write)
+    world.raise_on_any_rank(
+        lambda: write_evaluation(folder, scores, about, paths=paths, read=read) if world.is_main else None
+    )
     if not world.is_main:
         return None
     return Scored(trained=trained, split=split, scores=scores, images_per_second=len(rows) / seconds, folder=folder)

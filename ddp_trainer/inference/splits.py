@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddp_trainer.config.data import ImageFolderConfig, SplitName
 from ddp_trainer.config.errors import require
-from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, build_datasets, num_samples
+from ddp_trainer.data.dataset import ImageTensors, Split, build_datasets, num_samples
 from ddp_trainer.data.datasets.image_folder import open_folder
 from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
@@ -25,9 +25,6 @@ class NamedSplit:
     is_changed: bool = False
     """Whether the data set differs from the one that the training had."""
 
-    def __len__(self) -> int:
-        return num_samples(self.images)
-
 
 def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False) -> NamedSplit:
     """Return the split `name` of the run's data set; None: the one on which the training evaluated.
@@ -35,7 +32,7 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
     is_other_folder: data.root was set, and may be a folder of class folders.
 
     Raises:
-        ConfigError: there is no such split, or its classes are not those of the model.
+        ConfigError: there is no such split, or its classes or the shape of its images are not those of the model.
     """
     config = trained.config.data
     name = name or SplitName[config.eval_split]
@@ -48,25 +45,19 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
         return NamedSplit(name.value, images, images.fingerprint())
     needed = replace(config, validation_fraction=0.0) if name is SplitName.test else config
     datasets = build_datasets(needed)
-    check_classes(datasets, trained)
+    known, found, shape = trained.class_names, list(datasets.class_names), tuple(trained.preprocessing.image_shape)
+    require(
+        found == known,
+        f"data={config.name} has other classes than the model: {', '.join(found[:5])} … in place of "
+        f"{', '.join(known[:5])} …",
+    )
+    require(
+        datasets.image_shape == shape,
+        f"data={config.name} has images of the shape {datasets.image_shape} and the model expects {shape}",
+    )
     is_changed = needed == config and datasets.fingerprint != trained.data_fingerprint
     images = datasets.train if name is SplitName.train else datasets.eval
     return NamedSplit(name.value, images, datasets.fingerprint, is_changed)
-
-
-def check_classes(datasets: Datasets, trained: TrainedModel) -> None:
-    """Check that the data set has the classes of the model and images of its shape; ConfigError if not."""
-    known, found = trained.class_names, list(datasets.class_names)
-    require(
-        found == known,
-        f"data={trained.config.data.name} has other classes than the model: {', '.join(found[:5])} … in place of "
-        f"{', '.join(known[:5])} …",
-    )
-    shape = tuple(trained.preprocessing.image_shape)
-    require(
-        datasets.image_shape == shape,
-        f"data={trained.config.data.name} has images of the shape {datasets.image_shape} and the model expects {shape}",
-    )
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:
@@ -74,14 +65,13 @@ def example_images(trained: TrainedModel, count: int) -> Tensor:
     channels, height, width = trained.preprocessing.image_shape
     if not count:
         return torch.empty(0, channels, height, width, dtype=torch.uint8)
-    split = open_split(trained)
-    ids = torch.linspace(0, len(split) - 1, min(count, len(split))).long()
-    if isinstance(split.images, ImageTensors):
-        return split.images.images[ids]
-    config, shape = trained.config.data, (channels, height, width)
+    images = open_split(trained).images
+    size = num_samples(images)
+    ids = torch.linspace(0, size - 1, min(count, size)).long()
+    if isinstance(images, ImageTensors):
+        return images.images[ids]
     reader = SampleReader(
-        split.images, image_shape=shape, num_classes=len(trained.class_names),
-        num_workers=num_readers(config.num_workers, local_world_size=1),
+        images, image_shape=(channels, height, width), num_classes=len(trained.class_names),
+        num_workers=num_readers(trained.config.data.num_workers, local_world_size=1),
     )  # fmt: skip
-    batches = [images[labels != NO_LABEL] for images, labels in reader.read(ids.split(64))]
-    return torch.cat(batches)
+    return torch.cat([pixels[labels != NO_LABEL] for pixels, labels in reader.read(ids.split(64))])
