@@ -1,7 +1,6 @@
 """The files of an evaluation: metrics.json, confusion_matrix.csv and .png, mistakes.json and its pictures."""
 
 import csv
-import io
 import json
 import math
 import os
@@ -42,7 +41,11 @@ def write_evaluation(
     with replace_folder(folder) as new:
         text = json.dumps(finite(about | scores.values()), indent=1)
         (new / "metrics.json").write_text(text + "\n", encoding="utf-8")
-        write_matrix(new / "confusion_matrix.csv", scores)
+        with open(new / "confusion_matrix.csv", "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["", *scores.class_names])
+            true_classes = zip(scores.class_names, scores.confusion.tolist(), strict=True)
+            writer.writerows([name, *counts] for name, counts in true_classes)
         (new / "confusion_matrix.png").write_bytes(confusion_png(scores.confusion, scores.class_names))
         (new / "mistakes").mkdir()
         mistakes = []
@@ -65,16 +68,6 @@ def describe(row: list[float], class_names: list[str], paths: Callable[[int], st
         "loss": finite(row[LOSS]),
         "picture": f"mistakes/{number:08d}.png",
     }
-
-
-def write_matrix(path: Path, scores: Scores) -> None:
-    """Write a confusion matrix as CSV: names as header and first column, a row for each true class."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["", *scores.class_names])
-    for name, counts in zip(scores.class_names, scores.confusion.tolist(), strict=True):
-        writer.writerow([name, *counts])
-    path.write_text(file.getvalue(), encoding="utf-8", newline="")
 
 
 def finite(value: Any) -> Any:
