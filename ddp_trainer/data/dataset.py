@@ -31,6 +31,8 @@ class ImageTensors:
         return len(self.labels)
 
 
+Shape = tuple[int, int, int]
+"""Channels, height and width of an image."""
 Split = ImageTensors | Dataset[Any]
 """A map-style data set of (uint8 [C, H, W] tensor or PIL image, int) is streamed."""
 
@@ -44,8 +46,8 @@ class Datasets:
     class_names: Sequence[str]
 
     @cached_property
-    def image_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of the first training image."""
+    def image_shape(self) -> Shape:
+        """The shape of the first training image."""
         return shape_of(self.train)
 
     @cached_property
@@ -117,8 +119,8 @@ def num_samples(split: Split) -> int:
     return len(split)  # type: ignore[arg-type]  # map-style data sets have a length
 
 
-def shape_of(split: Split) -> tuple[int, int, int]:
-    """Return (channels, height, width) of the first image of a split."""
+def shape_of(split: Split) -> Shape:
+    """Return the shape of the first image of a split."""
     if isinstance(whole := in_whole(split, 0)[0], ImageFiles):
         return whole.image_shape
     channels, height, width = (split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]).shape

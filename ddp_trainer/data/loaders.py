@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
-from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, in_whole
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Shape, Split, in_whole
 from ddp_trainer.data.decoding import CENTER
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.data.mixing import Mixing, build_mixing
@@ -115,12 +115,10 @@ class TrainLoader:
 class EvaluationLoader:
     """Each sample of the evaluation split once, over all ranks: rank r takes every W-th from r, unpadded."""
 
-    def __init__(
-        self, reader: Reader, *, batch_size: int, rank: int, world_size: int, normalize: Normalize, device: torch.device
-    ) -> None:
-        self.reader, self.normalize, self.device = reader, normalize, device
-        self.ids = torch.arange(len(reader))[rank::world_size]  # none for a rank past the last sample
-        self.local_batch_size = max(1, batch_size // world_size)
+    def __init__(self, reader: Reader, normalize: Normalize, world: World, *, batch_size: int) -> None:
+        self.reader, self.normalize, self.device = reader, normalize, world.device
+        self.ids = torch.arange(len(reader))[world.rank :: world.world_size]  # none for a rank past the last sample
+        self.local_batch_size = max(1, batch_size // world.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         parts = self.ids.split(self.local_batch_size) if len(self.ids) else ()
@@ -135,8 +133,7 @@ class Loaders:
 
     train: TrainLoader
     eval: EvaluationLoader
-    image_shape: tuple[int, int, int]
-    """Channels, height and width of the images in a batch."""
+    image_shape: Shape
     class_names: list[str]
     preprocessing: dict[str, Any]
     """What a model expects of its input; saved in checkpoints."""
@@ -167,7 +164,7 @@ def build_loaders(
     normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
     bad_samples: list[tuple[str, str]] = []
     train, evaluation = (
-        build_reader(split, config, image_shape=shape, num_classes=num_classes, world=world, bad_samples=bad_samples)
+        build_reader(split, config, image_shape=shape, num_classes=num_classes, world=world, bad=bad_samples)
         for split in (datasets.train, datasets.eval)
     )
     sampler = GlobalBatchSampler(
@@ -178,10 +175,7 @@ def build_loaders(
         train=TrainLoader(
             train, sampler, Augmentation(config.augment, **size), normalize, device=world.device, mixing=mixing
         ),
-        eval=EvaluationLoader(
-            evaluation, batch_size=eval_batch_size, rank=world.rank, world_size=world.world_size,
-            normalize=normalize, device=world.device,
-        ),
+        eval=EvaluationLoader(evaluation, normalize, world, batch_size=eval_batch_size),
         image_shape=shape,
         class_names=list(datasets.class_names),
         preprocessing={
@@ -194,15 +188,9 @@ def build_loaders(
 
 
 def build_reader(
-    split: Split,
-    config: DataConfig,
-    *,
-    image_shape: tuple[int, int, int],
-    num_classes: int,
-    world: World,
-    bad_samples: list[tuple[str, str]],
+    split: Split, config: DataConfig, *, image_shape: Shape, num_classes: int, world: World, bad: list[tuple[str, str]]
 ) -> Reader:
-    """Return the reader of a split; it appends name and reason of samples that it cannot read to `bad_samples`."""
+    """Return the reader of a split; it appends name and reason of samples that it cannot read to `bad`."""
     if isinstance(split, ImageTensors):
         return ResidentReader(split, device=world.device)
     return SampleReader(
@@ -212,7 +200,7 @@ def build_reader(
         num_workers=num_readers(config.num_workers, local_world_size=world.local_world_size),
         pin_memory=world.device.type == "cuda",
         blank=torch.tensor(config.mean).mul(255).round().to(torch.uint8)[:, None, None],
-        bad=bad_samples,
+        bad=bad,
     )
 
 

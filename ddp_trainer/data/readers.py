@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_trainer.data.dataset import BadSampleError, ImageTensors, num_samples, read_sample, sample_name
+from ddp_trainer.data.dataset import BadSampleError, ImageTensors, Shape, num_samples, read_sample, sample_name
 
 BATCHES_AHEAD = 2
 PARTS_PER_THREAD = 4
@@ -43,7 +43,7 @@ class SampleReader:
     """Reads batches of samples in order, at most `BATCHES_AHEAD` of them before they are asked for."""
 
     dataset: Dataset[Any]
-    image_shape: tuple[int, int, int]
+    image_shape: Shape
     num_classes: int
     num_workers: int
     """Threads; 0 reads in the thread that asks."""

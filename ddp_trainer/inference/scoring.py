@@ -70,13 +70,11 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
     channels, height, width = preprocessing.image_shape
     reader = build_reader(
         split.images, config.data, image_shape=(channels, height, width), num_classes=len(trained.class_names),
-        world=world, bad_samples=bad_samples,
+        world=world, bad=bad_samples,
     )  # fmt: skip
     layout = memory_format(config.channels_last)
-    loader = EvaluationLoader(
-        reader, batch_size=config.eval_batch_size, rank=world.rank, world_size=world.world_size, device=world.device,
-        normalize=Normalize(preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout),
-    )  # fmt: skip
+    normalize = Normalize(preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout)
+    loader = EvaluationLoader(reader, normalize, world, batch_size=config.eval_batch_size)
     model = trained.model.to(world.device).to(memory_format=layout)
     began = time.perf_counter()
     rows = evaluate(model, loader, world.device, AUTOCAST.get(config.precision)).gather(world)

@@ -14,7 +14,7 @@ import torch
 from conftest import assert_bitwise, compose, launch, newest_checkpoint, read_summary, train_all, train_on
 from PIL import Image
 from test_decoding import gradient, png
-from test_loader import CPU
+from test_loader import CPU, world_of
 from torch import Tensor
 
 from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolderConfig
@@ -219,7 +219,7 @@ def test_batches_depend_neither_on_ranks_nor_on_threads(world_size: int, num_wor
 def test_an_evaluation_sees_the_centers(tmp_path: Path) -> None:
     datasets = build(write_folder(tmp_path))
     reader = SampleReader(datasets.eval, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
-    loader = EvaluationLoader(reader, batch_size=7, rank=0, world_size=1, normalize=NORMALIZE, device=CPU)
+    loader = EvaluationLoader(reader, NORMALIZE, world_of(0, 1), batch_size=7)
     images = torch.cat([batch.images for batch in loader])
     centers = torch.stack([datasets.eval[index][0] for index in range(12)])  # type: ignore[index]
     assert torch.equal(images, NORMALIZE(centers))

@@ -11,6 +11,7 @@ from ddp_trainer.data.dataset import ImageTensors
 from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
 from ddp_trainer.data.readers import ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
+from ddp_trainer.distributed.process_group import World
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.4, 0.5], [0.2, 0.3]
@@ -20,6 +21,13 @@ def image_set(count: int) -> ImageTensors:
     random = torch.Generator().manual_seed(count)
     images = torch.randint(256, (count, 2, 5, 7), dtype=torch.uint8, generator=random)
     return ImageTensors(images, torch.randint(10, (count,), generator=random))
+
+
+def world_of(rank: int, world_size: int) -> World:
+    return World(
+        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, device=CPU, backend="gloo",
+        num_threads=1,
+    )  # fmt: skip
 
 
 def normalize(memory_format: torch.memory_format = torch.contiguous_format) -> Normalize:
@@ -82,14 +90,8 @@ def test_each_evaluation_sample_comes_once_over_all_ranks(count: int, batch_size
     images = image_set(count)
     seen: list[int] = []
     for rank in range(world_size):
-        loader = EvaluationLoader(
-            ResidentReader(images, device=CPU),
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            normalize=normalize(),
-            device=CPU,
-        )
+        reader = ResidentReader(images, device=CPU)
+        loader = EvaluationLoader(reader, normalize(), world_of(rank, world_size), batch_size=batch_size)
         mine: list[int] = []
         for batch in loader:
             mine += batch.ids.tolist()

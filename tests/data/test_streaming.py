@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_loader import CPU, image_set, normalize, resident
+from test_loader import CPU, image_set, normalize, resident, world_of
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -95,13 +95,11 @@ def test_an_epoch_that_is_resumed_reads_no_sample_from_before_its_cursor(rank: i
 def test_evaluation_batches_are_those_from_memory(count: int, world_size: int) -> None:
     images = image_set(count)
     for rank in range(world_size):
-        options: dict[str, Any] = {
-            "batch_size": 8, "rank": rank, "world_size": world_size, "normalize": normalize(), "device": CPU,
-        }  # fmt: skip
-        streamed = EvaluationLoader(reader(Samples(images)), **options)
-        for batch, expected in zip(
-            streamed, EvaluationLoader(ResidentReader(images, device=CPU), **options), strict=True
-        ):
+        streamed, in_memory = (
+            EvaluationLoader(source, normalize(), world_of(rank, world_size), batch_size=8)
+            for source in (reader(Samples(images)), ResidentReader(images, device=CPU))
+        )
+        for batch, expected in zip(streamed, in_memory, strict=True):
             for tensor, other in zip(batch, expected, strict=True):
                 assert torch.equal(tensor, other)
     assert reader_threads() == []
