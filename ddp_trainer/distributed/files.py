@@ -1,12 +1,14 @@
 """Files that are written completely or not at all, and locks."""
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
+from typing import Any
 
 from ddp_trainer.config.errors import TransientError
 
@@ -30,6 +32,15 @@ def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` by `replace_file`."""
     with replace_file(path) as file:
         file.write(text.encode())
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of a file that is a JSON object with a ``step``, and the object; damaged lines are left out."""
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line, record
 
 
 def exclude_node(run_dir: Path, node: str) -> None:

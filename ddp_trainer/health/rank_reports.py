@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.files import read_records, replace_text
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.health.flight_recorder import FlightRecorder
 from ddp_trainer.health.memory import GROWTH_EPOCHS, MemoryGrowth, current_memory_mb, peak_memory_mb
 from ddp_trainer.health.sensors import Sensors
-from ddp_trainer.health.stragglers import Straggler, StragglerFinder
+from ddp_trainer.health.stragglers import StragglerFinder
 
 logger = logging.getLogger(__name__)
 
@@ -129,25 +129,16 @@ class RankReports:
                 self.finder.add(block, begin=begin + number * self.block_steps)
             self.is_warm = True
         found = self.finder.found
-        if (found and (found.rank, found.phase)) != (was and (was.rank, was.phase)):
-            logger.warning(self.text(found, was))
         if found is None:
+            if was is not None:
+                logger.warning("rank %d on %s is no longer slower than the others", was.rank, self.hosts[was.rank])
             return {}
-        return {
-            "straggler/rank": found.rank,
-            "straggler/phase": found.phase,
-            "straggler/slowdown": found.slowdown,
-        }
-
-    def text(self, found: Straggler | None, was: Straggler | None) -> str:
-        """Return the message about a change of the straggler."""
-        if found is None:
-            assert was is not None
-            return f"rank {was.rank} on {self.hosts[was.rank]} is no longer slower than the others"
-        return (
-            f"rank {found.rank} on {self.hosts[found.rank]} is {found.slowdown:.0%} slower than the median in "
-            f"{found.phase} (since step {found.since:,})"
-        ).replace("%", " %")
+        if was is None or (found.rank, found.phase) != (was.rank, was.phase):
+            logger.warning(
+                "rank %d on %s is %.0f %% slower than the median in %s (since step %s)",
+                found.rank, self.hosts[found.rank], 100 * found.slowdown, found.phase, f"{found.since:,}",
+            )  # fmt: skip
+        return {"straggler/rank": found.rank, "straggler/phase": found.phase, "straggler/slowdown": found.slowdown}
 
 
 class Lanes:
@@ -161,7 +152,8 @@ class Lanes:
     def start(self, step: int) -> None:
         """Read the rows of earlier launches, up to optimizer step `step`."""
         with suppress(OSError):
-            self.rows = [row for row in read_rows(self.path) if row["step"] <= step]
+            rows = (row for _, row in read_records(self.path) if isinstance(row.get("steps"), int))
+            self.rows = [row for row in rows if row["step"] <= step]
             self.write("w", self.rows)
 
     def add(self, row: Row) -> None:
@@ -185,17 +177,6 @@ class Lanes:
             if not self.is_failing:
                 logger.warning("%s was not written: %s", self.path, error)
             self.is_failing = True
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return the whole rows of ranks.jsonl; damaged lines are left out. OSError if it cannot be read."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("steps"), int):
-                rows.append(row)
-    return rows
 
 
 def merge(first: Row, second: Row) -> Row:

@@ -3,12 +3,11 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ddp_trainer.config.loggers import JsonlConfig
-from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.files import read_records, replace_text
 from ddp_trainer.loggers.base import Logger, Value
 
 MAX_PENDING = 10_000
@@ -43,14 +42,3 @@ def append(text: str, path: Path) -> None:
         if file.write(data) < len(data):
             file.truncate(size)
             raise OSError(f"{path} was not written: no space left on the disk")
-
-
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of metrics.jsonl that is a whole record, with the record. Damaged lines are left out."""
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            yield line, record
