@@ -53,9 +53,6 @@ class LoggerCalls:
     def __init__(self, name: str, wrapped: Logger) -> None:
         self.name, self.wrapped, self.is_failing = name, wrapped, False
 
-    def start(self) -> None:
-        """Prepare for calls."""
-
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method. Of its exceptions, which a client may raise in any kind, only KeyboardInterrupt passes."""
         try:
@@ -86,8 +83,6 @@ class BackgroundCalls(LoggerCalls):
         self.pending: queue.Queue[tuple[Any, ...] | None] = queue.Queue(MAX_PENDING_CALLS)
         # A daemon, because the process must be able to end while a client waits for its server.
         self.thread = threading.Thread(target=self.work, name=f"logger={name}", daemon=True)
-
-    def start(self) -> None:
         self.thread.start()
 
     def work(self) -> None:
@@ -114,29 +109,27 @@ class BackgroundCalls(LoggerCalls):
             )
 
 
-class LoggerGroup(Logger):
-    """Several loggers as one. A logger that fails is reported once, until it works again, and never ends a training.
+class LoggerGroup:
+    """Several loggers as one, with their methods. A logger that fails never ends a training.
 
     Nothing is recorded before `start`, as by a launch that finds its run finished. On ranks other than 0 the group is
     empty. Use as a context manager: leaving it closes all.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
-        self.loggers = [
-            (BackgroundCalls if one.in_background else LoggerCalls)(name, one) for name, one in loggers.items()
-        ]
-        self.is_started = False
+        self.loggers = loggers
+        self.calls: list[LoggerCalls] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._close(CLOSE_SECONDS if error is None else FAILURE_CLOSE_SECONDS)
+        for one in self.calls:
+            one.close(CLOSE_SECONDS if error is None else FAILURE_CLOSE_SECONDS)
 
     def start(self, step: int) -> None:
-        self.is_started = True
-        for one in self.loggers:
-            one.start()
+        for name, one in self.loggers.items():
+            self.calls.append((BackgroundCalls if one.in_background else LoggerCalls)(name, one))
         self._call("start", step)
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
@@ -151,18 +144,9 @@ class LoggerGroup(Logger):
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         self._call("hparams", config, results)
 
-    def close(self) -> None:
-        self._close(CLOSE_SECONDS)
-
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of each logger."""
-        for one in self.loggers if self.is_started else ():
+        for one in self.calls:
             one.call(method, *arguments)
-
-    def _close(self, seconds: float) -> None:
-        """Close each logger; those with a thread get `seconds` each."""
-        for one in self.loggers if self.is_started else ():
-            one.close(seconds)
 
 
 def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> LoggerGroup:

@@ -80,7 +80,10 @@ class MlflowLogger(Logger):
         """Return the client. The first call that succeeds begins or continues the run, and records the config."""
         if self.client is None:
             client, artifacts = self.build_client()
-            run = self.continue_run(client) or self.begin_run(client, artifacts)
+            run = self.continue_run(client)
+            if run is None:
+                run = client.create_run(self.experiment_id(client, artifacts), run_name=self.run_dir.name)
+                replace_text(self.run_dir / "mlflow_run_id", run.info.run_id + "\n")  # for later launches
             self.log_config(client, run)
             self.client, self.run_id = client, run.info.run_id
         return self.client
@@ -128,12 +131,6 @@ class MlflowLogger(Logger):
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
             raise
-        return run
-
-    def begin_run(self, client: "MlflowClient", artifacts: str | None) -> "Run":
-        """Return a new run, whose id the run directory keeps for later launches."""
-        run = client.create_run(self.experiment_id(client, artifacts), run_name=self.run_dir.name)
-        replace_text(self.run_dir / "mlflow_run_id", run.info.run_id + "\n")
         return run
 
     def experiment_id(self, client: "MlflowClient", artifacts: str | None) -> str:
