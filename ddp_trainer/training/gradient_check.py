@@ -59,7 +59,7 @@ class GradientCheck:
             self.tolerance = TOLERANCES[step.settings.autocast_dtype or fp32]
         self.checked = step.count
         """The last step that was checked."""
-        self._prints: dict[int, Tensor] = {}
+        self._prints: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._batch: Callable[[], tuple[Tensor, Tensor]] | None = None
 
@@ -75,16 +75,13 @@ class GradientCheck:
         The batch begins to travel to the next rank here, beside the work of the step.
         """
 
-        def take(number: int, parameter: Tensor) -> None:
+        def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._prints[number] = self.describe(parameter.grad)
+            self._prints[parameter] = self.describe(parameter.grad)
 
         self._prints.clear()
         self._batch = self.start_shift(images, labels, shift=1)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda p, number=number: take(number, p))
-            for number, parameter in enumerate(self.parameters)
-        ]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in self.parameters]
 
     def compare(self, images: Tensor, labels: Tensor) -> None:
         """Compare the gradients of this step, and the parameters. Collective: every rank must call this.
@@ -95,7 +92,7 @@ class GradientCheck:
         for hook in self._hooks:
             hook.remove()
         self.checked = self.step.count + 1
-        own = self.combine([self._prints.get(number) for number in range(len(self.parameters))])
+        own = self.combine([self._prints.get(parameter) for parameter in self.parameters])
         assert self._batch is not None
         again = self.recompute(*self._batch(), shift=1)
         self._batch = None
@@ -120,10 +117,9 @@ class GradientCheck:
         for rank in differing:
             if self.are_equal(second[rank], third[rank]):
                 votes[rank] += 1
-            elif self.are_equal(own[rank], third[rank]) and ranks > 2:
-                votes[(rank + 1) % ranks] += 1
-            elif not self.are_equal(own[rank], third[rank]) and ranks > 2:
-                votes.update([rank, (rank + 1) % ranks])
+            elif ranks > 2:
+                is_own_good = self.are_equal(own[rank], third[rank])
+                votes.update([(rank + 1) % ranks] if is_own_good else [rank, (rank + 1) % ranks])
         (rank, count), *others = [*votes.most_common(), (None, 0)]
         is_clear = rank is not None and (not others or others[0][1] < count)
         self.fail(rank if is_clear else None, "computed another gradient than other ranks from the same images")
@@ -175,8 +171,6 @@ class GradientCheck:
             for buffer, kept in zip(step.model.buffers(), buffers, strict=True):
                 buffer.copy_(kept)
         return self.combine([None if gradient is None else self.describe(gradient) for gradient in total])
-
-    # --- descriptions of gradients --------------------------------------------------------------
 
     def describe(self, gradient: Tensor) -> Tensor:
         """Return what is compared of the gradient of one parameter: float64 [1] if bitwise, else [3]."""

@@ -49,20 +49,12 @@ class StepSettings:
 
 
 class StepCheck(Protocol):
-    """A check of the gradients of some steps."""
+    """A check of the gradients of the steps that are due, before they are used; an exception ends the training."""
 
     @property
-    def is_due(self) -> bool:
-        """Whether the current step is checked."""
-        ...
-
-    def watch(self, images: Tensor, labels: Tensor) -> None:
-        """Prepare for the forward and backward passes of this batch."""
-        ...
-
-    def compare(self, images: Tensor, labels: Tensor) -> None:
-        """Check the gradients before they are used; an exception ends the training."""
-        ...
+    def is_due(self) -> bool: ...
+    def watch(self, images: Tensor, labels: Tensor) -> None: ...
+    def compare(self, images: Tensor, labels: Tensor) -> None: ...
 
 
 class TrainStep:
@@ -104,7 +96,9 @@ class TrainStep:
         # Dropout draws from torch's generator: a function of the step, so that a resumed run draws the same.
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
         seed_device(self.world.device, seed)
-        statistics = flatten_buffers(self.model) if self.skips_nonfinite else None
+        # The scaler of fp16 leaves out updates that are not finite by itself.
+        skips_nonfinite = self.settings.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled()
+        statistics = flatten_buffers(self.model) if skips_nonfinite else None
         check = self.check if self.check is not None and self.check.is_due else None
         if check is not None:
             check.watch(images, labels)
@@ -174,28 +168,12 @@ class TrainStep:
         scale = self.world.world_size / settings.global_batch_size
         return self.scaler.scale(loss_sum * scale), loss_sum.detach(), logits.detach()
 
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether this object leaves out updates that are not finite; the scaler of fp16 does so by itself."""
-        return self.settings.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled()
-
     def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
-        """Clip the mean gradient if asked to, update the parameters, and advance the schedule.
+        """Note a loss or gradient that is not finite, clip if asked to, update the parameters, advance the schedule.
 
-        statistics: the floating buffers [n] before the step, to be restored if the update is left out.
+        statistics: the floating buffers [n] before the step; if there are any, an update that is not finite is left
+        out, and they are restored.
         """
-        self.check_and_clip(loss)
-        if statistics is not None:  # a forward pass that is not finite has updated BatchNorm's statistics
-            is_bad = self.optimizer.found_inf.bool()  # type: ignore[attr-defined]
-            restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
-        self.lr = self.optimizer.param_groups[0]["lr"]
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
-
-    def check_and_clip(self, loss: Tensor) -> None:
-        """Note a loss or gradient that is not finite, and scale gradients down to the configured norm."""
         values, max_norm = [loss], self.settings.max_grad_norm
         if max_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -206,9 +184,17 @@ class TrainStep:
                 nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
             if not self.scaler.is_enabled():
                 values.append(norm)
-                if self.skips_nonfinite:  # decided by the norm, which is equal on all ranks, unlike the loss
-                    self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+                if statistics is not None:  # decided by the norm, which is equal on all ranks, unlike the loss
+                    is_bad = ~norm.isfinite()
+                    self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+                    # A forward pass that is not finite has updated BatchNorm's statistics.
+                    restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
         self.nonfinite.check(torch.stack(values), step=self.count)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
 
     def prime_ddp(self, images: Tensor, *others: Tensor) -> torch.Size:
         """Run forward and backward twice without an update, so that DDP's bucket order is the same after a resume.
@@ -255,10 +241,8 @@ class TrainStep:
         match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
         # The state has the next learning rate of the old schedule; with more epochs than before there is another.
-        for group, lr, factor in zip(
-            self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = lr * factor(self.scheduler.last_epoch)
+        for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
         self.count = state["step"]
 
