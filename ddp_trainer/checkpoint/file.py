@@ -77,27 +77,21 @@ def read_state(path: Path) -> State:
     """
     try:
         with path.open("rb") as file:
-            check(file)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TRAILER_BYTES))
+            trailer = file.read()
+            if trailer[:-32] != MAGIC:
+                what = "truncated, or not written by ddp_trainer"
+                raise DamagedCheckpointError(f"does not end with a checksum ({size} bytes): {what}")
+            file.seek(0)
+            digest, end = hashlib.sha256(), size - TRAILER_BYTES
+            for start in range(0, end, CHUNK_BYTES):
+                digest.update(file.read(min(CHUNK_BYTES, end - start)))
+            if digest.digest() != trailer[-32:]:
+                raise DamagedCheckpointError("does not match its checksum: altered after it was written")
             return parse(file)
     except OSError as error:
         raise DamagedCheckpointError(f"cannot be read ({error})") from error
-
-
-def check(file: BinaryIO) -> None:
-    """Raise DamagedCheckpointError unless the content of `file` has the checksum at its end."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - TRAILER_BYTES))
-    trailer = file.read()
-    if trailer[:-32] != MAGIC:
-        what = "truncated, or not written by ddp_trainer"
-        raise DamagedCheckpointError(f"does not end with a checksum ({size} bytes): {what}")
-    file.seek(0)
-    digest, left = hashlib.sha256(), size - TRAILER_BYTES
-    while left > 0 and (chunk := file.read(min(left, CHUNK_BYTES))):
-        digest.update(chunk)
-        left -= len(chunk)
-    if digest.digest() != trailer[-32:]:
-        raise DamagedCheckpointError("does not match its checksum: altered after it was written")
 
 
 def parse(file: BinaryIO) -> State:

@@ -39,7 +39,10 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
             holder = f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
             lock = run_dir.with_name(f".{run_dir.name}.lock")
             stack.enter_context(lock_file(lock, seconds=LOCK_SECONDS, holder=holder))
-            backup_dir = _rename(run_dir) if resume is Resume.never and run_dir.exists() else None
+            backup_dir = None
+            if resume is Resume.never and run_dir.exists():
+                names = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in count(1))
+                backup_dir = run_dir.rename(next(path for path in names if not path.exists()))
             run_dir.mkdir(exist_ok=True)
             path = run_dir / "config.yaml"
             if has_checkpoint(run_dir) and path.exists():
@@ -56,11 +59,6 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
 def has_checkpoint(run_dir: Path) -> bool:
     """Return whether there is a step checkpoint, good or damaged."""
     return any((run_dir / "checkpoints").glob("step-*.pt"))
-
-
-def _rename(run_dir: Path) -> Path:
-    backup_dirs = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in count(1))
-    return run_dir.rename(next(path for path in backup_dirs if not path.exists()))
 
 
 def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) -> None:

@@ -78,23 +78,19 @@ class ControlPoint:
         own = own_report() if log else []
         reports = torch.zeros(self.world.world_size, len(own), dtype=torch.float64)
         reports[self.world.rank] = torch.tensor(own)
-        flags = torch.tensor([*self.local_flags(), num_bad_samples], dtype=torch.float64)
+        every_seconds, stop = self.checkpoint.every_seconds, self.should_stop()
+        is_time_to_save = every_seconds is not None and time.perf_counter() - self.saved_at >= every_seconds
+        of_main = [is_time_to_save, self.step_seconds] if self.world.is_main else [0.0, 0.0]
+        flags = torch.tensor([stop, *of_main, num_bad_samples], dtype=torch.float64)
         local = torch.cat([flags, reports.view(-1)]).to(self.world.device, non_blocking=True)
         total = self.world.all_reduce(torch.cat([nonfinite.flag, sums.vector, local])).cpu()
-        diverged, loss, correct, count, stop, save_now, step_seconds, num_bad = total[:8].tolist()
+        diverged, loss, correct, count, stops, save_now, step_seconds, num_bad = total[:8].tolist()
         now = time.perf_counter()  # the device has finished
         self.step_seconds = (now - self.last_time) / max(1, step - self.last_step)
         self.last_time, self.last_step = now, step
         self.next_step = step + max(1, int(CONTROL_SECONDS / step_seconds))
         return Decision(
-            log=log, save=save or save_now > 0, stop=stop > 0, diverged=diverged > 0, has_bad_samples=num_bad > 0,
+            log=log, save=save or save_now > 0, stop=stops > 0, diverged=diverged > 0, has_bad_samples=num_bad > 0,
             loss=loss / max(1, count), top1=correct / max(1, count),
             by_rank=total[8:].view_as(reports),
         )  # fmt: skip
-
-    def local_flags(self) -> list[float]:
-        """Return this rank's addends: the stop flag; on rank 0 also the save flag and the seconds per step."""
-        every = self.checkpoint.every_seconds
-        is_time_to_save = every is not None and time.perf_counter() - self.saved_at >= every
-        stop = float(self.should_stop())
-        return [stop, float(is_time_to_save), self.step_seconds] if self.world.is_main else [stop, 0.0, 0.0]

@@ -1,7 +1,7 @@
 """Evaluation: every sample once, over all ranks."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ def evaluate(
     """Return the answers of `model` to the batches of this rank."""
     results = SampleResults(device)
     model.eval()
-    with eager(model):
+    is_compiled = getattr(model, "_compiled_call_impl", None) is not None
+    # A compiled model runs eagerly, because the last batch has another size.
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         for batch in loader:
             with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
                 logits = model(batch.images)
@@ -34,9 +36,3 @@ def mean_over_ranks(results: SampleResults, world: World) -> Evaluation:
     sums = torch.stack([rows[:, LOSS], correct.double(), ones]).sum(1)
     loss, right, count = world.all_reduce(sums).tolist()
     return Evaluation(loss=loss / count, top1=right / count, count=int(count)) if count else Evaluation()
-
-
-def eager(model: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which a compiled model runs eagerly, because the last batch has another size."""
-    is_compiled = getattr(model, "_compiled_call_impl", None) is not None
-    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()

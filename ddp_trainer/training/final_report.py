@@ -3,8 +3,6 @@
 import logging
 from functools import partial
 
-from torch import Tensor
-
 from ddp_trainer.data.dataset import Datasets, sample_name
 from ddp_trainer.data.readers import read_images
 from ddp_trainer.report.page import write_report
@@ -22,29 +20,22 @@ def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
     """
     if not trainer.config.report:
         return
-    run_dir, rows = trainer.run_dir, None
-    if trainer.results is not None:
-        rows = trainer.results.gather(trainer.world)
+    rows = None if trainer.results is None else trainer.results.gather(trainer.world)
     if not trainer.world.is_main:
         return
+    run_dir, data, loaders = trainer.run_dir, trainer.config.data, trainer.loaders
+    epoch, split = trainer.step // trainer.steps_per_epoch, data.eval_split
+    about = {"checkpoint": "last", "split": split, "data": data.description, "step": trainer.step, "epoch": epoch}
     try:
         if rows is not None and len(rows):
-            write_scores(trainer, datasets, rows)
+            write_evaluation(
+                run_dir / FOLDER / f"last-{split}",
+                Scores(rows, loaders.class_names),
+                about,
+                paths=partial(sample_name, datasets.eval),
+                read=partial(read_images, loaders.eval.reader),
+            )
         write_report([run_dir], run_dir / "report.html")
         logger.info("report %s", run_dir / "report.html")
     except Exception as error:  # the training is done and saved, whatever a picture or a disk does
         logger.warning("the report was not written: %s", error)
-
-
-def write_scores(trainer: Trainer, datasets: Datasets, rows: Tensor) -> None:
-    """Write the files of the last evaluation, as the command evaluate does."""
-    data, loaders = trainer.config.data, trainer.loaders
-    epoch, split = trainer.step // trainer.steps_per_epoch, data.eval_split
-    about = {"checkpoint": "last", "split": split, "data": data.description, "step": trainer.step, "epoch": epoch}
-    write_evaluation(
-        trainer.run_dir / FOLDER / f"last-{split}",
-        Scores(rows, loaders.class_names),
-        about,
-        paths=partial(sample_name, datasets.eval),
-        read=partial(read_images, loaders.eval.reader),
-    )

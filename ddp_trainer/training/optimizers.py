@@ -25,12 +25,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
 def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> SGD:
     """Return torch's fused SGD with its momentum at zero, because a first step that is skipped leaves it unset."""
     optimizer = SGD(
-        parameters,
-        lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.nesterov,
-        fused=True,
+        parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov, fused=True
     )
     if config.momentum > 0:
         for parameter in parameters:
@@ -49,9 +44,10 @@ def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) ->
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888).
     """
-    lars: Any = timm_optimizers().Lars
     groups = without_decay_of_vectors(parameters, config.weight_decay)
-    return lars(groups, lr, momentum=config.momentum, nesterov=config.nesterov, trust_coeff=config.trust_coefficient)
+    return timm_optimizers().Lars(
+        groups, lr, momentum=config.momentum, nesterov=config.nesterov, trust_coeff=config.trust_coefficient
+    )
 
 
 def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) -> Optimizer:
@@ -59,9 +55,8 @@ def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) ->
 
     Source: You et al., Large Batch Optimization for Deep Learning, 2020 (arXiv 1904.00962).
     """
-    lamb: Any = timm_optimizers().Lamb
     groups = without_decay_of_vectors(parameters, config.weight_decay)
-    return lamb(groups, lr, betas=tuple(config.betas), eps=config.eps, max_grad_norm=None)
+    return timm_optimizers().Lamb(groups, lr, betas=tuple(config.betas), eps=config.eps, max_grad_norm=None)
 
 
 def timm_optimizers() -> Any:

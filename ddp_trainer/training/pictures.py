@@ -35,11 +35,8 @@ def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_
     if not loggers.loggers:
         return
     try:
-        pictures = {
-            "first_batch": grid_png(
-                images[:MAX_IMAGES].cpu(), mean=loaders.preprocessing["mean"], std=loaders.preprocessing["std"]
-            )
-        }
+        mean, std = loaders.preprocessing["mean"], loaders.preprocessing["std"]
+        pictures = {"first_batch": grid_png(images[:MAX_IMAGES].cpu(), mean=mean, std=std)}
         labels = labels_of(loaders.train.reader)
         if labels is not None:
             counts = torch.bincount(labels.cpu(), minlength=len(loaders.class_names)).tolist()

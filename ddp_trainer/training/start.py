@@ -106,7 +106,8 @@ def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool
     """Set the switches of torch and of the memory allocator; ConfigError if a rank cannot compile. Collective."""
     if world.device.type == "cpu":
         keep_freed_memory()
-    world.raise_on_any_rank(lambda: require(not compile_model or can_compile(world.device), CANNOT_COMPILE))
+    if compile_model:
+        world.raise_on_any_rank(lambda: check_compiler(world.device))
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS fails; read when it is first used
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
@@ -114,17 +115,15 @@ def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool
     torch.backends.cudnn.benchmark = not deterministic
 
 
-CANNOT_COMPILE = (
-    "compile=true needs a C++ compiler (on a GPU, a C compiler) and Python's headers, and this host lacks one of them: "
-    "install g++ and python3-dev, or use compile=false"
-)
-
-
-def can_compile(device: torch.device) -> bool:
-    """Return whether torch.compile, or Triton on a GPU, finds the compiler and headers that it needs."""
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile, or Triton on a GPU, finds the compiler and headers that it needs; else ConfigError."""
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     compilers = c_compilers() if device.type == "cuda" else ("g++", "clang++")
-    return headers.exists() and any(map(shutil.which, compilers))
+    require(
+        headers.exists() and any(map(shutil.which, compilers)),
+        "compile=true needs a C++ compiler (on a GPU, a C compiler) and Python's headers, and this host lacks one of "
+        "them: install g++ and python3-dev, or use compile=false",
+    )
 
 
 def has_fast_bf16(device: torch.device) -> bool:
