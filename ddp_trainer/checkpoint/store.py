@@ -1,13 +1,14 @@
 """The checkpoints of one run: writes them in the background, finds the newest good one, deletes old ones."""
 
 import logging
-import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, broadcast_state, read_state, write_file
 from ddp_trainer.config.errors import ConfigError
@@ -25,10 +26,7 @@ class Checkpointable(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. Rank 0 reads and writes files; writing happens in the background.
-
-    Use as a context manager: leaving it waits for the last write.
-    """
+    """The checkpoints of one run directory. Rank 0 reads and writes files; writing happens in the background."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, *, world: World) -> None:
         self.folder, self.config, self.world = folder, config, world
@@ -36,16 +34,14 @@ class CheckpointStore:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Wait for the last write, and end its thread."""
         self.wait()
         self._pool.shutdown()
 
     def paths(self) -> list[Path]:
         """Return the step checkpoints on disk, newest first."""
-        found = [path for path in self.folder.glob("step-*.pt") if re.fullmatch(r"step-\d+\.pt", path.name)]
+        found = [path for path in self.folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def restore(self, target: Checkpointable) -> bool:
@@ -95,13 +91,13 @@ class CheckpointStore:
         state = source.state_dict()
         if self.world.is_main:
             self.wait()
-            self._pending = self._pool.submit(self._write, _to_host(state), is_best and self.config.keep_best)
+            copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+            self._pending = self._pool.submit(self._write, copy, is_best and self.config.keep_best)
 
     def wait(self) -> None:
         """Return once the last save is on disk, or has failed with a warning."""
         if self._pending is not None:
             self._pending.result()
-            self._pending = None
 
     def _write(self, state: State, is_best: bool) -> None:
         path, best = self.folder / f"step-{state['step']:08d}.pt", self.folder / "best.pt"
@@ -116,16 +112,3 @@ class CheckpointStore:
                     old.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s; training continues, the last good checkpoint is %s", error, self.last_good)
-
-
-def _to_host(value: Any) -> Any:
-    """Return a deep copy with every tensor on the CPU, which shares no memory with the original."""
-    match value:
-        case torch.Tensor():
-            return value.detach().to("cpu", copy=True)
-        case dict():
-            return {key: _to_host(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)(_to_host(item) for item in value)
-        case _:
-            return value

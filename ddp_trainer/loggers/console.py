@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from rich import get_console
@@ -64,32 +65,22 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
                 handler.close()
 
 
-class EpochProgress:
-    """A progress bar over the steps of an epoch, on a terminal; elsewhere it does nothing."""
+@contextmanager
+def progress_bar(text: str, *, step: int, steps: int, enabled: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar from `step` to `steps` inside the context, if `enabled` and on a terminal.
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled and get_console().is_terminal
-        self.bar: Progress | None = None
-
-    @contextmanager
-    def epoch(self, epoch: int, *, epochs: int, step: int, steps: int) -> Iterator[None]:
-        """Show epoch `epoch` of `epochs` from `step` to `steps` inside the context."""
-        if not self.enabled:
-            yield
-            return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=get_console(), transient=True)
-        self.bar.add_task(f"epoch {epoch + 1}/{epochs}", total=steps, completed=step)
-        with suppress(OSError):  # the terminal was closed
-            self.bar.start()
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                self.bar.stop()
-            self.bar = None
-
-    def advance(self) -> None:
-        """Move the bar by one step."""
-        if self.bar is not None:
-            self.bar.advance(self.bar.task_ids[0])
+    Yields a function that moves the bar by one step, or does nothing.
+    """
+    if not (enabled and get_console().is_terminal):
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=get_console(), transient=True)
+    task = bar.add_task(text, total=steps, completed=step)
+    with suppress(OSError):  # the terminal was closed
+        bar.start()
+    try:
+        yield partial(bar.advance, task)
+    finally:
+        with suppress(OSError):
+            bar.stop()

@@ -18,14 +18,9 @@ class BadSamples:
     """All samples that the readers of any rank could not read, in the file `FILE` of the run directory."""
 
     def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
-        """own: name and reason of those of this rank, to which its readers append."""
+        """own: name and reason of this rank's that have not been gathered, to which its readers append."""
         self.own, self.world, self.on_bad_image, self.path = own, world, on_bad_image, run_dir / FILE
         self.reasons: dict[str, str] = {}
-
-    @property
-    def num_new(self) -> int:
-        """How many of this rank's bad samples have not been gathered."""
-        return len(self.own)
 
     def gather(self) -> None:
         """Gather new ones from all ranks, and list them. Collective: every rank must call this.
@@ -41,15 +36,16 @@ class BadSamples:
             return
         self.reasons |= new_reasons
         name, reason = next(iter(new_reasons.items()))
+        name = name if name.isprintable() else repr(name)[1:-1]
         others = "" if len(new_reasons) == 1 else f", and {len(new_reasons) - 1} more images"
         if self.on_bad_image is OnBadImage.error:
             raise ConfigError(
-                f"{printable(name)} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out bad "
+                f"{name} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out bad "
                 "images, and start the same command again"
             )
         if self.world.is_main:
             self.write()
-            logger.warning("left out %s: %s%s; all are listed in %s", printable(name), reason, others, self.path)
+            logger.warning("left out %s: %s%s; all are listed in %s", name, reason, others, self.path)
 
     def write(self) -> None:
         """Add to the file those that it does not have yet; a full disk is ignored."""
@@ -60,8 +56,3 @@ class BadSamples:
             replace_text(self.path, "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in entries))
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s was not written: %s", self.path, error)
-
-
-def printable(name: str) -> str:
-    """Return `name` on one line, without characters that cannot be printed."""
-    return name if name.isprintable() else repr(name)[1:-1]

@@ -5,7 +5,7 @@ from pathlib import Path
 from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.health.memory import peak_memory_mb, reset_peak_memory
 from ddp_trainer.health.rank_reports import RankReports
-from ddp_trainer.loggers.base import LoggerGroup, Value
+from ddp_trainer.loggers.base import Value
 from ddp_trainer.performance.flops import Utilization
 from ddp_trainer.performance.step_timer import OWN_PHASES, StepTimer
 from ddp_trainer.training.control import Decision
@@ -16,11 +16,16 @@ class LogWindow:
     """Records the steps since the last log point. Collective: every rank must construct one."""
 
     def __init__(
-        self, step: TrainStep, timer: StepTimer, loaders: Loaders, loggers: LoggerGroup, *, reports: RankReports
+        self, step: TrainStep, timer: StepTimer, loaders: Loaders, *, log_every_steps: int, run_dir: Path
     ) -> None:
-        self.step, self.timer, self.loggers, self.reports = step, timer, loggers, reports
+        self.step, self.timer, world = step, timer, step.world
+        ranks, batch = world.world_size, step.settings.global_batch_size
+        shares = [len(range(rank, batch, ranks)) for rank in range(ranks)]
+        self.reports = RankReports(
+            timer.own_times, OWN_PHASES, world=world, shares=shares, log_every_steps=log_every_steps, run_dir=run_dir
+        )
         self.utilization = Utilization(
-            step.model, loaders.image_shape, device=step.world.device, dtype=step.settings.autocast_dtype
+            step.model, loaders.image_shape, device=world.device, dtype=step.settings.autocast_dtype
         )
         self.line = "nothing left to train"
         """What the window showed, for the console."""
@@ -30,10 +35,10 @@ class LogWindow:
         reset_peak_memory(self.step.world.device)
         self.reports.start(self.step.count)
 
-    def close(self, epoch: int, decision: Decision) -> None:
-        """Record the window, over all ranks, and begin the next one."""
+    def close(self, epoch: int, decision: Decision) -> dict[str, Value]:
+        """Return the tags of the window, over all ranks, and begin the next one."""
         step, world = self.step, self.step.world
-        step.sums.reset()
+        step.sums.vector.zero_()
         values: dict[str, Value] = {"epoch": epoch, "train/loss": decision.loss, "train/top1": decision.top1}
         values |= {"optim/lr": step.lr, "memory/peak_mb": peak_memory_mb(world.device)}
         if decision.log:
@@ -45,8 +50,8 @@ class LogWindow:
         if len(self.timer.rates) == 1:  # the matrix product was just measured: its time is not the next window's
             self.timer.restart()
             reset_peak_memory(world.device)
-        self.loggers.scalars(values, step.count)
         self.line = f"loss {decision.loss:.4f} · train {decision.top1:.4f} · {rate:,.0f} img/s"
+        return values
 
     def utilizations(self, rate: float | None) -> dict[str, float | None]:
         """Return both utilizations of the devices of all ranks, which together train on `rate` images per second."""
@@ -54,15 +59,3 @@ class LogWindow:
             return {"matmul_utilization": None, "mfu": None}
         per_device = rate / (self.step.world.world_size * self.step.sync.num_devices)
         return {"matmul_utilization": self.utilization.of_matmul(per_device), "mfu": self.utilization.mfu(per_device)}
-
-
-def build_log_window(
-    step: TrainStep, timer: StepTimer, loaders: Loaders, loggers: LoggerGroup, *, log_every_steps: int, run_dir: Path
-) -> LogWindow:
-    """Return the log window of a run in `run_dir`. Collective: every rank must call this."""
-    batch, ranks = step.settings.global_batch_size, step.world.world_size
-    shares = [len(range(rank, batch, ranks)) for rank in range(ranks)]
-    reports = RankReports(
-        timer.own_times, OWN_PHASES, world=step.world, shares=shares, log_every_steps=log_every_steps, run_dir=run_dir
-    )
-    return LogWindow(step, timer, loaders, loggers, reports=reports)

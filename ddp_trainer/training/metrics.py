@@ -1,8 +1,8 @@
-"""Sums and counts, the digest of samples, and the checks that values are finite and replicas equal."""
+"""Sums, counts and progress over all launches, and the checks that values are finite and replicas equal."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NoReturn
+import time
+from dataclasses import astuple, dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class DesynchronizedError(RuntimeError):
     """What the report of this rank says it did."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Evaluation:
     """Mean loss and accuracy over `count` samples; the loss is None before the first evaluation."""
 
@@ -46,10 +46,6 @@ class MetricSums:
         self.vector[1] += (logits.argmax(1) == labels).sum()
         self.vector[2] += (labels >= 0).sum()
 
-    def reset(self) -> None:
-        """Set all sums to zero."""
-        self.vector.zero_()
-
 
 class SampleDigest:
     """A digest of the sample at each position of an epoch, as a sum, so that the digests of ranks can be added.
@@ -72,6 +68,39 @@ class SampleDigest:
     def text(total: int) -> str:
         """Return a digest as 16 hexadecimal digits."""
         return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+class Progress:
+    """The last evaluation, the best one, the digest of the current epoch's samples, and the time spent."""
+
+    def __init__(self, world: World, sums: MetricSums) -> None:
+        self.world, self.sums = world, sums
+        self.best_top1 = 0.0
+        self.evaluation = Evaluation()
+        self.digest = SampleDigest(world.device)
+        self.earlier_seconds, self.began = 0.0, time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the wall-clock seconds spent on this run, over all launches."""
+        return self.earlier_seconds + time.perf_counter() - self.began
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sums over ranks, and the rest as builtins. Collective: every rank must call this."""
+        return {
+            "digest": self.world.all_reduce(self.digest.vector.clone()),
+            "window": self.world.all_reduce(self.sums.vector.clone()),
+            "seconds": self.seconds(),
+            "evaluation": list(astuple(self.evaluation)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, best_top1: float) -> None:
+        """Restore what `state_dict` returned. Rank 0 restores the sums over all ranks."""
+        self.best_top1 = best_top1
+        if self.world.is_main:
+            self.digest.vector += state["digest"].to(self.world.device)
+            self.sums.vector += state["window"].to(self.world.device)
+        self.earlier_seconds = state["seconds"]
+        self.evaluation = Evaluation(*state["evaluation"])
 
 
 class NonFinite:
@@ -101,17 +130,6 @@ class NonFinite:
         )
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
-    """Return an int64 [] that changes with any single bit of the (float32 or int64) `tensors`."""
-    total = torch.zeros((), dtype=torch.int64)
-    for number, tensor in enumerate(tensors):
-        bits = tensor.detach().contiguous().view(-1)
-        bits = bits.view(torch.int32).long() if bits.is_floating_point() else bits
-        odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
-        total = total.to(bits.device) + (bits * odd).sum() * (2 * number + 1)
-    return total
-
-
 def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     """Check that the parameters of `model` are bitwise equal on all ranks. Collective: every rank must call this.
 
@@ -119,7 +137,12 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
         DesynchronizedError: on all ranks, when one has other parameters than the rest.
     """
     integers = (buffer for buffer in model.buffers() if not buffer.is_floating_point())
-    own = fingerprint([*model.parameters(), *integers])[None]
+    own = torch.zeros(1, dtype=torch.int64, device=world.device)  # changes with any single bit of float32 or int64
+    for number, tensor in enumerate([*model.parameters(), *integers]):
+        bits = tensor.detach().contiguous().view(-1)
+        bits = bits.view(torch.int32).long() if bits.is_floating_point() else bits
+        odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
+        own += (bits * odd).sum() * (2 * number + 1)
     prints = [int(other) for other in world.all_gather(own)]
     usual = max(prints, key=prints.count)
     if odd := [rank for rank, value in enumerate(prints) if value != usual]:

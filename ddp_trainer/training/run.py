@@ -4,20 +4,20 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer import registry
 from ddp_trainer.checkpoint.run_dir import lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import flatten_keys
-from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
@@ -27,7 +27,7 @@ from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.memory import disable_gc
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.seeding import derive_seed
-from ddp_trainer.loggers.base import LoggerGroup, build_loggers
+from ddp_trainer.loggers.base import build_loggers
 from ddp_trainer.loggers.console import logging_to
 from ddp_trainer.models import build_model
 from ddp_trainer.performance.step_timer import StepTimer
@@ -35,9 +35,9 @@ from ddp_trainer.sync import build_sync
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.final_report import write_final_report
 from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck
-from ddp_trainer.training.log_window import build_log_window
+from ddp_trainer.training.log_window import LogWindow
 from ddp_trainer.training.optimizers import build_optimizer
-from ddp_trainer.training.schedulers import build_scheduler
+from ddp_trainer.training.schedulers import lr_factor
 from ddp_trainer.training.start import Start, start
 from ddp_trainer.training.step import StepSettings, TrainStep
 from ddp_trainer.training.summary import Status, Summary
@@ -69,82 +69,61 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     with ExitStack() as stack:
         begun = start(config, environment, stack)
         config, world = begun.config, begun.world
-        resume = resume_mode(config.resume, environment, world)
+        # A job that was restarted resumes what it has done; a node that joins it late does not know of the restart.
+        is_restart = any(world.all_gather_object(environment.is_restart))
+        resume = Resume.auto if is_restart and config.resume is Resume.never else config.resume
         open_run_dir(run_dir, to_builtins(config), world, resume=resume, stack=stack)
         stop_file = Path(environment.stop_file) if environment.stop_file and world.local_rank == 0 else None
         stop = world.raise_on_any_rank(
             lambda: stack.enter_context(GracefulStop(stop_file, under_torchrun=environment.under_torchrun))
         )
-        monitor = stack.enter_context(
-            FailureMonitor(
-                world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds,
-                stop_requested=lambda: stop.is_set,
-            )
-        )  # fmt: skip
-        loggers = stack.enter_context(loggers_of_main(config.logger.values(), run_dir, world))
-        checkpoints = stack.enter_context(CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world))
-        trainer = build_trainer(
-            begun, run_dir, checkpoints=checkpoints, loggers=loggers, monitor=monitor, should_stop=stop.poll
-        )
-        log_header(trainer, begun.datasets, run_dir)
-        with excluding_faulty_nodes(config.check.on_corruption, environment, world, run_dir):
+        trainer = build_trainer(begun, run_dir, environment=environment, stop=stop, stack=stack)
+        log_header(trainer, begun.datasets)
+        nodes = world.all_gather_object(environment.node)
+        try:
             summary = trainer.fit()
-        monitor.phase = END  # files and loggers may take as long as they need
-        checkpoints.wait()
-        record_summary(summary, run_dir, loggers, to_builtins(config), is_main=world.is_main)
+        except CorruptionError as error:
+            if world.is_main and config.check.on_corruption is OnCorruption.exclude and error.rank is not None:
+                exclude_node(run_dir, nodes[error.rank])
+            raise
+        trainer.monitor.phase = END  # files and loggers may take as long as they need
+        trainer.checkpoints.wait()
+        record_summary(summary, trainer)
         write_final_report(trainer, begun.datasets)
         del trainer  # no DDP module may outlive the process group
-    stay_for_restart(environment, was_stopped=summary.status is Status.stopped and not stop.is_set)
+    is_stopped_by_another = summary.status is Status.stopped and not stop.is_set
+    if is_stopped_by_another and environment.world_size > environment.local_world_size:
+        time.sleep(RESTART_SECONDS)
     return summary
 
 
 def build_trainer(
-    begun: Start, run_dir: Path, *, checkpoints: CheckpointStore, loggers: LoggerGroup, monitor: FailureMonitor,
-    should_stop: Callable[[], bool],
-) -> Trainer:  # fmt: skip
-    """Return the trainer of a run in `run_dir`, with its model. Collective: every rank must call this."""
-    config, loaders = begun.config, begun.build_loaders()
+    begun: Start, run_dir: Path, *, environment: Environment, stop: GracefulStop, stack: ExitStack
+) -> Trainer:
+    """Return the trainer of a run, with its model, and with what is open until `stack` closes. Collective."""
+    config, world = begun.config, begun.world
+    monitor = stack.enter_context(
+        FailureMonitor(
+            world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds,
+            stop_requested=lambda: stop.is_set,
+        )
+    )  # fmt: skip
+    own_loggers = config.logger.values() if world.is_main else ()
+    loggers = stack.enter_context(world.raise_on_any_rank(lambda: build_loggers(own_loggers, run_dir)))
+    checkpoints = CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world)
+    stack.callback(checkpoints.close)
+    loaders = begun.build_loaders()
     with disable_gc():  # DDP imports the compiler
         timer, step = build_step(begun, partial(setattr, monitor, "phase"))
     control = ControlPoint(
-        begun.world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=should_stop
+        world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=stop.poll
     )
-    window = build_log_window(step, timer, loaders, loggers, log_every_steps=config.log_every_steps, run_dir=run_dir)
+    window = LogWindow(step, timer, loaders, log_every_steps=config.log_every_steps, run_dir=run_dir)
     monitor.on_failure = window.reports.recorder.write
     return Trainer(
         config, step=step, window=window, loaders=loaders, checkpoints=checkpoints, loggers=loggers, control=control,
         monitor=monitor,
     )  # fmt: skip
-
-
-@contextmanager
-def excluding_faulty_nodes(
-    on_corruption: OnCorruption, environment: Environment, world: World, run_dir: Path
-) -> Iterator[None]:
-    """Write the node of a rank that computes wrong numbers where launch/slurm.sbatch finds the nodes to exclude.
-
-    Collective: every rank must call this.
-    """
-    nodes = world.all_gather_object(environment.node)
-    try:
-        yield
-    except CorruptionError as error:
-        if world.is_main and on_corruption is OnCorruption.exclude and error.rank is not None:
-            exclude_node(run_dir, nodes[error.rank])
-        raise
-
-
-def stay_for_restart(environment: Environment, *, was_stopped: bool) -> None:
-    """Sleep for RESTART_SECONDS on one of several nodes if this rank `was_stopped` without a signal of its own."""
-    if was_stopped and environment.world_size > environment.local_world_size:
-        time.sleep(RESTART_SECONDS)
-
-
-def resume_mode(resume: Resume, environment: Environment, world: World) -> Resume:
-    """Return `resume`, but auto for never in a job that was restarted: it resumes what it has done. Collective."""
-    # A node that joins an elastic job late does not know that the job was restarted.
-    is_restart = any(world.all_gather_object(environment.is_restart))
-    return Resume.auto if is_restart and resume is Resume.never else resume
 
 
 def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume: Resume, stack: ExitStack) -> None:
@@ -160,27 +139,19 @@ def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume:
         write_output(run_dir / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 
-def loggers_of_main(configs: Iterable[LoggerConfig], run_dir: Path, world: World) -> LoggerGroup:
-    """Return the loggers on rank 0, and none on others; ConfigError on all if a package is missing. Collective."""
-    return world.raise_on_any_rank(lambda: build_loggers(configs if world.is_main else (), run_dir))
-
-
 def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: None) -> tuple[StepTimer, TrainStep]:
     """Return the optimizer step of `begun`, with its model, strategy and optimizer, and its timer."""
     config, world, datasets = begun.config, begun.world, begun.datasets
     torch.manual_seed(derive_seed(config.seed, purpose="model"))
-    num_classes = len(datasets.class_names)
     model = world.raise_on_any_rank(  # the file of its weights may be on one node only
-        lambda: build_model(config.model, image_shape=datasets.image_shape, num_classes=num_classes)
+        lambda: build_model(config.model, image_shape=datasets.image_shape, num_classes=len(datasets.class_names))
     )
     model.to(world.device).to(memory_format=begun.memory_format)
     if config.compile:
         model.compile(dynamic=False)  # in place and before DDP, so that DDP's hooks stay outside of the graph
     optimizer = build_optimizer(config.optimizer, model.parameters(), global_batch_size=config.global_batch_size)
     steps_per_epoch = num_samples(datasets.train) // config.global_batch_size
-    scheduler = build_scheduler(
-        config.scheduler, optimizer, steps_per_epoch=steps_per_epoch, total_steps=steps_per_epoch * config.epochs
-    )
+    factor = lr_factor(config.scheduler, steps_per_epoch=steps_per_epoch, total_steps=steps_per_epoch * config.epochs)
     timer = StepTimer(world.device, model)
 
     def enter(phase: str) -> None:
@@ -191,7 +162,7 @@ def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: Non
         model,
         build_sync(config.sync, world),
         optimizer,
-        scheduler,
+        LambdaLR(optimizer, factor),
         settings=StepSettings(**{name: getattr(config, name) for name in StepSettings.__dataclass_fields__}),
         world=world,
         on_phase=enter,
@@ -201,7 +172,7 @@ def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: Non
     return timer, step
 
 
-def log_header(trainer: Trainer, datasets: Datasets, run_dir: Path) -> None:
+def log_header(trainer: Trainer, datasets: Datasets) -> None:
     """Log what runs where, the batch arithmetic and the run directory."""
     config, world, sampler = trainer.config, trainer.world, trainer.loaders.sampler
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
@@ -227,22 +198,21 @@ def log_header(trainer: Trainer, datasets: Datasets, run_dir: Path) -> None:
         logger.warning("precision=fp16 takes many times as long as fp32 on a CPU: it is for GPUs")
     if config.checkpoint.keep_best and split == "test":
         logger.info("best.pt is chosen on the test split; data.validation_fraction=0.1 would hold images out for that")
-    logger.info("run directory %s", run_dir)
+    logger.info("run directory %s", trainer.run_dir)
 
 
-def record_summary(
-    summary: Summary, run_dir: Path, loggers: LoggerGroup, config: dict[str, Any], *, is_main: bool
-) -> None:
-    """If `is_main`, write summary.json and log the last line; write `STOPPED`, or record the result in the loggers."""
-    if not is_main:
+def record_summary(summary: Summary, trainer: Trainer) -> None:
+    """On rank 0, write summary.json and log the last line; write `STOPPED`, or record the result in the loggers."""
+    if not trainer.world.is_main:
         return
-    write_output(run_dir / "summary.json", summary.to_json())
+    write_output(trainer.run_dir / "summary.json", summary.to_json())
     if summary.status is Status.stopped:
-        write_output(run_dir / STOPPED, f"{summary.steps}\n")
+        write_output(trainer.run_dir / STOPPED, f"{summary.steps}\n")
         logger.info("stopped at step %d, not finished: the same command resumes it", summary.steps)
         return
     if summary.eval_loss is not None:
-        loggers.hparams(flatten_keys(config), {"hparam/top1": summary.eval_top1, "hparam/loss": summary.eval_loss})
+        results = {"hparam/top1": summary.eval_top1, "hparam/loss": summary.eval_loss}
+        trainer.loggers.hparams(flatten_keys(to_builtins(trainer.config)), results)
     logger.info(summary.line())
 
 

@@ -6,21 +6,11 @@ A resumed or prolonged run therefore needs no history of the schedule.
 import math
 from collections.abc import Callable
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-
 from ddp_trainer import registry
 from ddp_trainer.config.schedulers import ConstantConfig, CosineConfig, OneCycleConfig, SchedulerConfig, StepConfig
 
 Factor = Callable[[int], float]
 """From the optimizer step, counted from 0, to the learning rate over its peak."""
-
-
-def build_scheduler(
-    config: SchedulerConfig, optimizer: Optimizer, *, steps_per_epoch: int, total_steps: int
-) -> LambdaLR:
-    """Return the schedule that `config` chooses; call ``step()`` after each optimizer step."""
-    return LambdaLR(optimizer, lr_factor(config, steps_per_epoch=steps_per_epoch, total_steps=total_steps))
 
 
 def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:

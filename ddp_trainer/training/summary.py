@@ -2,13 +2,13 @@
 
 import json
 import math
-from dataclasses import dataclass, field, fields
-from enum import Enum
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 
-class Status(Enum):
+class Status(StrEnum):
     """How a launch ended: all epochs trained, at max_steps, or gracefully stopped before either."""
 
     finished = "finished"
@@ -47,8 +47,7 @@ class Summary:
 
     def to_json(self) -> str:
         """Return the text of summary.json."""
-        values = {item.name.replace("eval_", "eval/"): getattr(self, item.name) for item in fields(self)}
-        values |= {"status": self.status.value}
+        values = {key.replace("eval_", "eval/"): value for key, value in asdict(self).items()}
         known = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
         return json.dumps(known, indent=2) + "\n"
 

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from statistics import median_high
 
 import torch
 
@@ -16,7 +17,7 @@ from ddp_trainer.config.schema import Config, OnNonfinite
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.failure_monitor import COMPILATION, FailureMonitor
 from ddp_trainer.loggers.base import LoggerGroup, Value
-from ddp_trainer.loggers.console import EpochProgress
+from ddp_trainer.loggers.console import progress_bar
 from ddp_trainer.models.state import load_state, tensors_of
 from ddp_trainer.scores.results import SampleResults
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
@@ -24,9 +25,8 @@ from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.evaluation import evaluate, mean_over_ranks
 from ddp_trainer.training.log_window import LogWindow
-from ddp_trainer.training.metrics import SampleDigest, check_replicas
+from ddp_trainer.training.metrics import Progress, SampleDigest, check_replicas
 from ddp_trainer.training.pictures import log_pictures, log_scores
-from ddp_trainer.training.progress import Progress
 from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.summary import Status, Summary, read_summary
 
@@ -55,12 +55,9 @@ class Trainer:
         self.bad_samples = BadSamples(
             loaders.bad_samples, step.world, on_bad_image=config.data.on_bad_image, run_dir=self.run_dir
         )
-        self.bar = EpochProgress(enabled=step.world.is_main)
         self.epoch_seconds: list[float] = []
         self.results: SampleResults | None = None
         """The answers of the last evaluation of this launch, of this rank's samples."""
-
-    # --- the loop -------------------------------------------------------------------------------
 
     def fit(self) -> Summary:
         """Train, evaluate and save until done or stopped. Collective: every rank must call this."""
@@ -70,12 +67,12 @@ class Trainer:
         self.begin()
         while self.step < self.last_step:
             epoch = self.step // self.steps_per_epoch
-            status = self.train_epoch(epoch)
-            is_best = status is not Status.stopped and self.evaluate(epoch)
+            is_whole = self.train_epoch(epoch)
+            is_best = is_whole and self.evaluate(epoch)
             self.save(is_best=is_best)
-            if status is Status.stopped:
-                return self.summary(status)
-        return self.summary(self.status)
+            if not is_whole:
+                break
+        return self.summary()
 
     def begin(self) -> None:
         """Prepare the first step of this launch."""
@@ -83,28 +80,23 @@ class Trainer:
         self.train_step.sync.begin()
         check_replicas(self.model, self.world, step=self.step)
         self.loggers.start(self.step)
-        launch: dict[str, Value] = {
-            "epoch": self.step // self.steps_per_epoch,
-            "launch/world_size": self.world.world_size,
-        }
-        self.loggers.scalars(launch, self.step)
+        epoch = self.step // self.steps_per_epoch
+        self.loggers.scalars({"epoch": epoch, "launch/world_size": self.world.world_size}, self.step)
         self.loggers.text("config", f"```json\n{json.dumps(to_builtins(self.config), indent=2)}\n```", self.step)
         self.prime()
 
     def prime(self) -> None:
         """Run the passes of `TrainStep.prime_ddp` on black images; ConfigError if the model does not return logits."""
-        if self.config.compile:
+        config, device, image_shape = self.config, self.world.device, self.loaders.image_shape
+        if config.compile:
             self.monitor.phase = COMPILATION
-        config, passes = self.config, self.config.gradient_accumulation_steps
+        passes = config.gradient_accumulation_steps
         smallest = config.global_batch_size // self.world.world_size // passes  # of the batches of a pass, on any rank
-        is_exact = config.compile or self.world.device.type == "cuda"  # kernels are chosen by shape
+        is_exact = config.compile or device.type == "cuda"  # kernels are chosen by shape
         share = self.loaders.sampler.local_batch_size
         count = share // passes if is_exact else min(2, smallest)
         counts = [count, count + 1] if config.compile and share % passes else [count]
-        black = [
-            torch.zeros(number, *self.loaders.image_shape, dtype=torch.uint8, device=self.world.device)
-            for number in counts
-        ]
+        black = [torch.zeros(number, *image_shape, dtype=torch.uint8, device=device) for number in counts]
         try:
             shape = list(self.train_step.prime_ddp(*map(self.loaders.train.normalize, black)))
         except ValueError as error:  # BatchNorm has no variance of one value
@@ -117,7 +109,7 @@ class Trainer:
         expected = [count, len(self.loaders.class_names)]
         require(
             shape == expected,
-            f"model={self.config.model.name} must return logits [images, classes], which is {expected} here, and "
+            f"model={config.model.name} must return logits [images, classes], which is {expected} here, and "
             f"returns {shape}",
         )
 
@@ -139,11 +131,13 @@ class Trainer:
 
     @property
     def status(self) -> Status:
-        """The status of a launch that was not stopped."""
+        """The status of a launch that ends now."""
+        if self.step < self.last_step:
+            return Status.stopped
         return Status.finished if self.step >= self.config.epochs * self.steps_per_epoch else Status.max_steps
 
-    def train_epoch(self, epoch: int) -> Status:
-        """Train from the position in the epoch to its end, the launch's last step or a graceful stop."""
+    def train_epoch(self, epoch: int) -> bool:
+        """Train from the position in the epoch to its end, or to the launch's last step. False: stopped before that."""
         began, start = time.perf_counter(), self.step % self.steps_per_epoch
         self.loaders.sampler.set_epoch(epoch, start)
         if start == 0:
@@ -152,21 +146,20 @@ class Trainer:
         self.control.begin(self.step)
         self.window.timer.restart()
         self.train_step.begin_training()
-        with self.bar.epoch(epoch, epochs=self.config.epochs, step=start, steps=self.steps_per_epoch):
+        text = f"epoch {epoch + 1}/{self.config.epochs}"
+        with progress_bar(text, step=start, steps=self.steps_per_epoch, enabled=self.world.is_main) as advance:
             for batch in self.window.timer.timed(self.loaders.train):
                 if self.step == 0:
                     log_pictures(self.loggers, self.loaders, batch.images, run_dir=self.run_dir)
                 self.train_step(batch.images, batch.labels)
                 self.progress.digest.add(batch.ids, step=(self.step - 1) % self.steps_per_epoch)
                 self.monitor.step, self.monitor.phase = self.step, "data"
-                self.bar.advance()
-                if self.control_point(epoch, is_last=self.step == end) and self.step < end:
-                    return Status.stopped
-                if self.step == end:
+                advance()
+                if self.control_point(epoch, is_last=self.step == end) or self.step == end:
                     break
-        if start == 0 and end == (epoch + 1) * self.steps_per_epoch:
+        if start == 0 and self.step == (epoch + 1) * self.steps_per_epoch:
             self.epoch_seconds.append(time.perf_counter() - began)
-        return Status.finished
+        return self.step == end
 
     def control_point(self, epoch: int, *, is_last: bool) -> bool:
         """Log, save and stop where that is due. Return whether to stop, alike on all ranks."""
@@ -176,7 +169,7 @@ class Trainer:
             sync.synchronize(step.optimizer)
         decision = self.control.decide(
             self.step, is_last=is_last, sums=step.sums, nonfinite=step.nonfinite,
-            num_bad_samples=self.bad_samples.num_new, own_report=self.window.reports.own,
+            num_bad_samples=len(self.bad_samples.own), own_report=self.window.reports.own,
         )  # fmt: skip
         if decision is None:
             return False
@@ -184,7 +177,7 @@ class Trainer:
             self.bad_samples.gather()
         has_diverged = decision.diverged and self.config.on_nonfinite is OnNonfinite.stop
         if decision.log or has_diverged:
-            self.window.close(epoch, decision)
+            self.loggers.scalars(self.window.close(epoch, decision), self.step)
         if has_diverged:
             step.nonfinite.fail(self.world, lr=step.lr)
         if decision.stop:
@@ -193,8 +186,6 @@ class Trainer:
             # Averaging for a save would make the training depend on how often it is saved.
             self.save() if sync.is_synchronized else self.control.postpone_save(self.step)
         return decision.stop
-
-    # --- evaluation and saving ------------------------------------------------------------------
 
     def evaluate(self, epoch: int) -> bool:
         """Evaluate and record the result. Return whether it is the best so far. Collective."""
@@ -270,16 +261,12 @@ class Trainer:
             restore_buffers(self.train_step.models, state["statistics_by_rank"][self.world.rank])
         self.progress.load_state_dict(state["progress"], best_top1=state["best_top1"])
 
-    # --- the end --------------------------------------------------------------------------------
-
-    def summary(self, status: Status) -> Summary:
+    def summary(self) -> Summary:
         """Return the result of this launch."""
         rate = self.window.timer.median_rate()
-        images = self.steps_per_epoch * self.config.global_batch_size
-        durations = sorted(self.epoch_seconds)
-        seconds_per_epoch = durations[len(durations) // 2] if durations else (images / rate if rate else None)
+        seconds_per_epoch = self.steps_per_epoch * self.config.global_batch_size / rate if rate else None
         return Summary(
-            status=status,
+            status=self.status,
             eval_split=self.config.data.eval_split,
             eval_top1=self.progress.evaluation.top1,
             eval_loss=self.progress.evaluation.loss,
@@ -290,7 +277,7 @@ class Trainer:
             seconds=self.progress.seconds(),
             images_per_second=rate,
             **self.window.utilizations(rate),
-            seconds_per_epoch=seconds_per_epoch,
+            seconds_per_epoch=median_high(self.epoch_seconds) if self.epoch_seconds else seconds_per_epoch,
             world_size=self.world.world_size,
             device=self.world.device.type,
             backend=self.world.backend,
@@ -300,9 +287,9 @@ class Trainer:
 
     def repeat_summary(self) -> Summary:
         """Return the summary of the launch that trained the last step; evaluate again if it is lost."""
-        logger.info("%s: nothing left to train after step %d", self.status.value, self.step)
+        logger.info("%s: nothing left to train after step %d", self.status, self.step)
         text = self.world.broadcast_object(read_summary(self.run_dir, self.step) if self.world.is_main else "")
         if text:
             return Summary.from_json(text)
         self.evaluate(self.step // self.steps_per_epoch - 1)
-        return self.summary(self.status)
+        return self.summary()

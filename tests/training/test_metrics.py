@@ -27,8 +27,6 @@ def test_sums_count_beyond_what_float32_holds() -> None:
     sums.vector[1:] = 2**24
     sums.add(torch.tensor(0.0), torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
     assert sums.vector[1:].tolist() == [2**24 + 1] * 2
-    sums.reset()
-    assert not sums.vector.any()
 
 
 def digest(*steps: list[int]) -> list[int]:

@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import (
     ConstantLR,
     CosineAnnealingLR,
+    LambdaLR,
     LinearLR,
     LRScheduler,
     OneCycleLR,
@@ -22,7 +23,7 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.optimizers import AdamWConfig, LAMBConfig, LARSConfig, OptimizerConfig, SGDConfig
 from ddp_trainer.config.schedulers import ConstantConfig, CosineConfig, OneCycleConfig, SchedulerConfig, StepConfig
 from ddp_trainer.training.optimizers import build_optimizer
-from ddp_trainer.training.schedulers import build_scheduler, lr_factor
+from ddp_trainer.training.schedulers import lr_factor
 
 STEPS_PER_EPOCH, TOTAL_STEPS, PEAK = 7, 35, 0.3
 
@@ -41,9 +42,12 @@ def rates(scheduler: LRScheduler, steps: int = TOTAL_STEPS) -> list[float]:
     return seen
 
 
+def build_scheduler(config: SchedulerConfig, optimizer: SGD) -> LRScheduler:
+    return LambdaLR(optimizer, lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS))
+
+
 def our_rates(config: SchedulerConfig, steps: int = TOTAL_STEPS) -> list[float]:
-    scheduler = build_scheduler(config, optimizer_at(), steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS)
-    return rates(scheduler, steps)
+    return rates(build_scheduler(config, optimizer_at()), steps)
 
 
 def cosine(optimizer: SGD, *, final_factor: float = 0.0, steps: int = TOTAL_STEPS) -> LRScheduler:
@@ -91,11 +95,11 @@ def test_onecycle_is_torchs_with_cosine_annealing(rise: float) -> None:
 def test_a_schedule_restored_mid_way_goes_on_where_it_was() -> None:
     config = CosineConfig(warmup_epochs=1)
     through = our_rates(config)
-    first = build_scheduler(config, optimizer_at(), steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS)
+    first = build_scheduler(config, optimizer_at())
     rates(first, 12)
     optimizer = optimizer_at()
     optimizer.load_state_dict(first.optimizer.state_dict())
-    second = build_scheduler(config, optimizer, steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS)
+    second = build_scheduler(config, optimizer)
     second.load_state_dict(first.state_dict())
     assert rates(second, TOTAL_STEPS - 12) == through[12:]
 
