@@ -167,9 +167,11 @@ def count_sent_bytes() -> int:
 def to_row(subject: StrategyRun, *, base: StrategyRun) -> dict[str, Any]:
     """Return the result of one strategy: medians over rounds, and the ratio of step times to `base` in each round."""
     assert subject.run is not None
-    config, shapes = subject.begun.config, [tuple(parameter.shape) for parameter in subject.run.parameters]
-    slots, size = config.optimizer.num_state_tensors, subject.begun.world.world_size
-    expected = sent_bytes(config.sync, shapes, world_size=size, num_state_tensors=slots)
+    shapes = [tuple(parameter.shape) for parameter in subject.run.parameters]
+    state = subject.run.step.optimizer.state.get(subject.run.parameters[0], {}).values()
+    slots = sum(torch.is_tensor(value) and value.shape == shapes[0] for value in state)
+    size, sync = subject.begun.world.world_size, subject.begun.config.sync
+    expected = sent_bytes(sync, shapes, world_size=size, num_state_tensors=slots)
     medians = {tag: statistics.median(tags[tag] for tags in subject.rounds) for tag in subject.rounds[0]}
     pairs = zip(subject.rounds, base.rounds, strict=True)
     ratios = [tags["time/step_ms"] / of_base["time/step_ms"] for tags, of_base in pairs]

@@ -28,11 +28,6 @@ class OptimizerConfig:
         """Return the learning rate for `global_batch_size` samples a step."""
         return self.lr * global_batch_size / self.base_batch_size if self.scale_lr else self.lr
 
-    @property
-    def num_state_tensors(self) -> int:
-        """The number of tensors, each as large as the parameter, that the optimizer keeps of a parameter."""
-        return 0
-
 
 @dataclass(kw_only=True, slots=True)
 class MomentumConfig(OptimizerConfig):
@@ -46,11 +41,6 @@ class MomentumConfig(OptimizerConfig):
             not self.nesterov or self.momentum > 0,
             "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
         )
-
-    @property
-    def num_state_tensors(self) -> int:
-        """The number of tensors, each as large as the parameter, that the optimizer keeps of a parameter."""
-        return 1 if self.momentum > 0 else 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,32 +56,21 @@ class AdamConfig(OptimizerConfig):
             f"optimizer.betas={self.betas} must be two values in [0, 1)",
         )
 
-    @property
-    def num_state_tensors(self) -> int:
-        """The number of tensors, each as large as the parameter, that the optimizer keeps of a parameter."""
-        return 2
-
 
 @dataclass(kw_only=True, slots=True)
 class SGDConfig(MomentumConfig):
-    skips_nonfinite: ClassVar[bool] = True
-
     name: str = "sgd"
+    skips_nonfinite: ClassVar[bool] = True
     lr: float = field(default=0.05, metadata=POSITIVE)
-    """Peak learning rate for the global batch as given."""
     nesterov: bool = True
-    """Use Nesterov momentum."""
     weight_decay: float = field(default=5e-4, metadata=NOT_NEGATIVE)
-    """Weight decay, an L2 term added to the gradient."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig(AdamConfig):
-    skips_nonfinite: ClassVar[bool] = True
-
     name: str = "adamw"
+    skips_nonfinite: ClassVar[bool] = True
     lr: float = field(default=1e-3, metadata=POSITIVE)
-    """Peak learning rate for the global batch as given."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,7 +92,6 @@ class LAMBConfig(AdamConfig):
     weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
     """Decoupled weight decay, multiplied by lr; biases and normalization have none."""
     eps: float = field(default=1e-6, metadata=POSITIVE)
-    """Added to the denominator."""
 
 
 register_optimizer("sgd", SGDConfig, builder="ddp_trainer.training.optimizers:build_sgd")
