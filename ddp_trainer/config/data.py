@@ -1,7 +1,7 @@
 """The group ``data``."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -9,21 +9,9 @@ from omegaconf import MISSING
 from ddp_trainer.config.errors import BELOW_ONE, FREE, NOT_NEGATIVE, POSITIVE, UP_TO_ONE, check_values, require, rule
 from ddp_trainer.registry import register_dataset
 
-
-class OnBadImage(Enum):
-    error = "error"
-    skip = "skip"
-
-
-class Cache(Enum):
-    none = "none"
-    uint8 = "uint8"
-
-
-class SplitName(Enum):
-    test = "test"
-    validation = "validation"
-    train = "train"
+OnBadImage = StrEnum("OnBadImage", ["error", "skip"])
+Cache = StrEnum("Cache", ["none", "uint8"])
+SplitName = StrEnum("SplitName", ["test", "validation", "train"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,9 +56,9 @@ class FileAugmentConfig(AugmentConfig):
 class DataConfig:
     name: str = MISSING
     mean: list[float] = field(default_factory=lambda: [0.5])
-    """Per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
+    """Mean of the training split per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
     std: list[float] = field(default_factory=lambda: [0.25])
-    """Per channel; divided by after the mean is subtracted."""
+    """Standard deviation of the training split per channel; divided by after the mean is subtracted."""
     validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split.
 
@@ -109,9 +97,7 @@ class DataConfig:
 class DigitsConfig(DataConfig):
     name: str = "digits"
     mean: list[float] = field(default_factory=lambda: [0.2872])
-    """Per channel, on pixels scaled to [0, 1]; of the training split."""
     std: list[float] = field(default_factory=lambda: [0.3540])
-    """Per channel; of the training split."""
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_crop_padding=1))
 
 
@@ -121,9 +107,7 @@ class FashionMnistConfig(DataConfig):
     root: str | None = field(default=None, metadata=FREE)
     """Folder with the four IDX files (gz or not); null: Debian's, else ~/.cache, downloaded once."""
     mean: list[float] = field(default_factory=lambda: [0.2860])
-    """Per channel, on pixels scaled to [0, 1]; of the training split."""
     std: list[float] = field(default_factory=lambda: [0.3530])
-    """Per channel; of the training split."""
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_hflip=True))
 
 
@@ -131,9 +115,7 @@ class FashionMnistConfig(DataConfig):
 class SyntheticConfig(DataConfig):
     name: str = "synthetic"
     mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
-    """Per channel, on pixels scaled to [0, 1]."""
     std: list[float] = field(default_factory=lambda: [0.25, 0.25, 0.25])
-    """Per channel."""
     num_train: int = field(default=4096, metadata=POSITIVE)
     """Number of training images."""
     num_eval: int = field(default=512, metadata=POSITIVE)
@@ -163,7 +145,7 @@ class ImageFilesConfig(DataConfig):
     """The keys of data sets whose images are files."""
 
     root: str | None = field(default=None, metadata=FREE)
-    """Folder of the data set."""
+    """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
     image_size: int = field(default=224, metadata=POSITIVE)
     """Height and width, in pixels, to which parts of the images are scaled."""
     cache: Cache = Cache.none
@@ -171,19 +153,14 @@ class ImageFilesConfig(DataConfig):
     cache_dir: str | None = field(default=None, metadata=FREE)
     """Folder of the cache and of the list of files, on a disk of this node; null: ~/.cache/ddp_trainer."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    """Per channel, on pixels scaled to [0, 1]; of ImageNet."""
+    """Mean per channel, on pixels scaled to [0, 1]; the default mean and std are those of ImageNet."""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    """Per channel; of ImageNet."""
-    augment: FileAugmentConfig = field(  # type: ignore[override]
-        default_factory=lambda: FileAugmentConfig(random_hflip=True)
-    )
+    augment: FileAugmentConfig = field(default_factory=lambda: FileAugmentConfig(random_hflip=True))  # type: ignore[override]
 
 
 @dataclass(kw_only=True, slots=True)
 class ImageFolderConfig(ImageFilesConfig):
     name: str = "imagefolder"
-    root: str | None = field(default=None, metadata=FREE)
-    """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -211,10 +188,8 @@ class TorchvisionDataConfig(ImageFilesConfig):
 class Cifar10Config(TorchvisionDataConfig):
     name: str = "cifar10"
     mean: list[float] = field(default_factory=lambda: [0.4914, 0.4822, 0.4465])
-    """Per channel, on pixels scaled to [0, 1]; of the training split."""
     std: list[float] = field(default_factory=lambda: [0.2470, 0.2435, 0.2616])
-    """Per channel; of the training split."""
-    augment: FileAugmentConfig = field(  # type: ignore[override]
+    augment: FileAugmentConfig = field(
         default_factory=lambda: FileAugmentConfig(random_crop_padding=4, random_hflip=True)
     )
 

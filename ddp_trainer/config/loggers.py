@@ -1,17 +1,13 @@
 """The group ``logger``, of which a run may have several: ``logger=[tensorboard,jsonl]``."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from omegaconf import MISSING
 
 from ddp_trainer.registry import register_logger
 
-
-class WandbMode(Enum):
-    auto = "auto"
-    online = "online"
-    offline = "offline"
+WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,22 +1,14 @@
 """The group ``model``."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from omegaconf import MISSING
 
 from ddp_trainer.registry import register_model
 
-
-class Stem(Enum):
-    auto = "auto"
-    imagenet = "imagenet"
-    small = "small"
-
-
-class LeNetInit(Enum):
-    default = "default"
-    d2l = "d2l"
+Stem = StrEnum("Stem", ["auto", "imagenet", "small"])
+LeNetInit = StrEnum("LeNetInit", ["default", "d2l"])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -33,7 +33,6 @@ class StepConfig(SchedulerConfig):
 class CosineConfig(SchedulerConfig):
     name: str = "cosine"
     warmup_epochs: float = field(default=1.0, metadata=NOT_NEGATIVE)
-    """Epochs of linear warm-up; may be a fraction."""
     final_factor: float = field(default=0.0, metadata=UP_TO_ONE)
     """Learning rate at the last step as a fraction of the peak, in [0, 1]."""
 

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from ddp_trainer import registry
@@ -17,40 +17,12 @@ from ddp_trainer.config.sync import DDPConfig, SyncConfig
 DEFAULT_NAME = "${data.name}-${model.name}-${sync.name}"
 WEEK_SECONDS = 7 * 24 * 3600
 
-
-class Precision(Enum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Device(Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Backend(Enum):
-    auto = "auto"
-    gloo = "gloo"
-    nccl = "nccl"
-
-
-class Resume(Enum):
-    auto = "auto"
-    never = "never"
-    must = "must"
-
-
-class OnNonfinite(Enum):
-    stop = "stop"
-    skip = "skip"
-
-
-class OnCorruption(Enum):
-    stop = "stop"
-    exclude = "exclude"
+Precision = StrEnum("Precision", ["auto", "fp32", "bf16", "fp16"])
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+Backend = StrEnum("Backend", ["auto", "gloo", "nccl"])
+Resume = StrEnum("Resume", ["auto", "never", "must"])
+OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
+OnCorruption = StrEnum("OnCorruption", ["stop", "exclude"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,10 +127,6 @@ class Config:
         if self.name == DEFAULT_NAME:  # composed by Hydra it is resolved already
             self.name = f"{self.data.name}-{self.model.name}-{self.sync.name}"
         check_values(self)
-        self._check_names()
-        self._check_together()
-
-    def _check_names(self) -> None:
         require(
             self.name not in ("", ".", "..") and "/" not in self.name and self.name.isprintable(),
             f"name={self.name!r} must be one plain name, without /: it is the run's folder in output_dir",
@@ -166,23 +134,21 @@ class Config:
         require(self.output_dir != "", "output_dir= is empty: give a folder, . is this one")
         expanded = os.path.expanduser(self.output_dir)
         require(expanded[0] != "~", f"output_dir={self.output_dir} begins with ~ of a user who is unknown here")
-        for group, key, chosen in self.choices():
-            choice = registry.find(group, type(chosen))
+        chosen_by_key = {group: getattr(self, group) for group in registry.groups() if group != "logger"}
+        chosen_by_key |= {f"logger.{name}": chosen for name, chosen in self.logger.items()}
+        for key, chosen in chosen_by_key.items():
+            choice = registry.find(key.partition(".")[0], type(chosen))
             require(
                 choice is not None and chosen.name == choice.name,
                 f"{key}={chosen.name} is not what {type(chosen).__name__} was registered as: register it, or leave "
                 "its name as it is",
             )
+        self._check_together()
 
     @property
     def process_group(self) -> dict[str, Any]:
         """The keyword arguments of `process_group`."""
         return {key: getattr(self, key) for key in ("device", "backend", "num_threads", "timeout_seconds")}
-
-    def choices(self) -> list[tuple[str, str, Any]]:
-        """Return (group, key, schema object) of what is chosen; of loggers there may be several."""
-        single = [(group, group, getattr(self, group)) for group in registry.groups() if group != "logger"]
-        return [*single, *(("logger", f"logger.{name}", chosen) for name, chosen in self.logger.items())]
 
     def _check_together(self) -> None:
         sync = self.sync

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -10,33 +10,13 @@ from omegaconf import MISSING
 from ddp_trainer.config.errors import FREE, POSITIVE, require, rule
 from ddp_trainer.registry import register_sync
 
-CAPS_MB = (25, 4)
-MAX_CAP_MB = 2**20
-MIN_BUCKETS = 8
-"""bucket_cap_mb=auto is the largest cap that gives so many buckets: with fewer, less communication overlaps."""
-
-
 DEVICES = rule(
     "a list of cpu, or of cuda:0, cuda:1 and so on",
     lambda names: re.fullmatch(r"(cpu ?)+|(cuda:\d+ ?)+", " ".join(map(str, names))) is not None,
 )
 
-
-def is_cap(value: int | str) -> bool:
-    """Return whether `value` is a size of buckets in MiB, or auto."""
-    return value == "auto" or (isinstance(value, int) and 0 < value <= MAX_CAP_MB)
-
-
-class CommHook(Enum):
-    none = "none"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    powersgd = "powersgd"
-
-
-class Bucket(Enum):
-    parameter = "parameter"
-    flat = "flat"
+CommHook = StrEnum("CommHook", ["none", "fp16", "bf16", "powersgd"])
+Bucket = StrEnum("Bucket", ["parameter", "flat"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,15 +47,17 @@ class SyncConfig:
 
 @dataclass(kw_only=True, slots=True)
 class NoSyncConfig(SyncConfig):
-    single_process: ClassVar[bool] = True
-
     name: str = "none"
+    single_process: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True, slots=True)
 class DDPConfig(SyncConfig):
     name: str = "ddp"
-    bucket_cap_mb: int | str = field(default="auto", metadata=FREE | rule(f"auto or 1 to {MAX_CAP_MB}", is_cap))
+    bucket_cap_mb: int | str = field(
+        default="auto",
+        metadata=FREE | rule("auto or 1 to 1048576", lambda value: value == "auto" or value in range(1, 2**20 + 1)),
+    )
     """Gradients travel in buckets of this many MiB, the first while backward still runs; auto: by the model's size."""
     comm_hook: CommHook = CommHook.none
     """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
@@ -95,7 +77,7 @@ class DDPConfig(SyncConfig):
             return int(gradient_bytes / 2**20) + 1
         if isinstance(self.bucket_cap_mb, int):
             return self.bucket_cap_mb
-        return next((cap for cap in CAPS_MB if gradient_bytes >= MIN_BUCKETS * cap * 2**20), CAPS_MB[-1])
+        return 25 if gradient_bytes >= 8 * 25 * 2**20 else 4  # with fewer than 8 buckets, less communication overlaps
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,17 +89,15 @@ class AllReduceConfig(SyncConfig):
 
 @dataclass(kw_only=True, slots=True)
 class RingConfig(SyncConfig):
-    point_to_point: ClassVar[bool] = True
-
     name: str = "ring"
+    point_to_point: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True, slots=True)
 class ParameterServerConfig(SyncConfig):
+    name: str = "parameter_server"
     point_to_point: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
-
-    name: str = "parameter_server"
     num_servers: int = field(default=1, metadata=POSITIVE | FREE)
     """How many ranks, from 0 on, own parameters besides training; 1 to the world size."""
 
@@ -130,32 +110,29 @@ class ParameterServerConfig(SyncConfig):
 
 @dataclass(kw_only=True, slots=True)
 class LocalSGDConfig(SyncConfig):
+    name: str = "local_sgd"
     supports_fp16: ClassVar[bool] = False
     supports_ema: ClassVar[bool] = False
-
-    name: str = "local_sgd"
     every_steps: int = field(default=8, metadata=POSITIVE)
     """Optimizer steps between two averages; an epoch's end is one too."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReplicasConfig(SyncConfig):
+    name: str = "replicas"
     single_process: ClassVar[bool] = True
     supports_check: ClassVar[bool] = False
-
-    name: str = "replicas"
     devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata=FREE | DEVICES)
     """The device of each replica: all cpu, or cuda:0, cuda:1 and so on."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataParallelConfig(SyncConfig):
+    name: str = "data_parallel"
     single_process: ClassVar[bool] = True
     supports_bf16: ClassVar[bool] = False
     supports_check: ClassVar[bool] = False
     supports_compile: ClassVar[bool] = False
-
-    name: str = "data_parallel"
 
 
 register_sync("ddp", DDPConfig, builder="ddp_trainer.sync.ddp:DDPSync")

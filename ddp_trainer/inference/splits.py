@@ -42,7 +42,7 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
     )
     if is_other_folder and isinstance(config, ImageFolderConfig) and name is SplitName.test:
         images = open_folder(config, trained.class_names)
-        return NamedSplit(name.value, images, images.fingerprint())
+        return NamedSplit(name.name, images, images.fingerprint())
     needed = replace(config, validation_fraction=0.0) if name is SplitName.test else config
     datasets = build_datasets(needed)
     known, found, shape = trained.class_names, list(datasets.class_names), tuple(trained.preprocessing.image_shape)
@@ -57,7 +57,7 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
     )
     is_changed = needed == config and datasets.fingerprint != trained.data_fingerprint
     images = datasets.train if name is SplitName.train else datasets.eval
-    return NamedSplit(name.value, images, datasets.fingerprint, is_changed)
+    return NamedSplit(name.name, images, datasets.fingerprint, is_changed)
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:
