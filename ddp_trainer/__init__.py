@@ -3,23 +3,24 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ddp_trainer.config.data import DataConfig as DataConfig
+from ddp_trainer.config.errors import ConfigError as ConfigError
+from ddp_trainer.config.loggers import LoggerConfig as LoggerConfig
+from ddp_trainer.config.models import ModelConfig as ModelConfig
+from ddp_trainer.config.schema import Config as Config
+from ddp_trainer.config.sync import SyncConfig as SyncConfig
+from ddp_trainer.registry import register_dataset as register_dataset
+from ddp_trainer.registry import register_logger as register_logger
+from ddp_trainer.registry import register_model as register_model
+from ddp_trainer.registry import register_sync as register_sync
+
 if TYPE_CHECKING:
-    from ddp_trainer.config.data import DataConfig as DataConfig
-    from ddp_trainer.config.errors import ConfigError as ConfigError
-    from ddp_trainer.config.loggers import LoggerConfig as LoggerConfig
-    from ddp_trainer.config.models import ModelConfig as ModelConfig
-    from ddp_trainer.config.schema import Config as Config
-    from ddp_trainer.config.sync import SyncConfig as SyncConfig
     from ddp_trainer.data.dataset import Datasets as Datasets
     from ddp_trainer.data.dataset import ImageTensors as ImageTensors
     from ddp_trainer.distributed.process_group import World as World
     from ddp_trainer.inference.classifier import Classifier as Classifier
     from ddp_trainer.inference.classifier import load as load
     from ddp_trainer.loggers.base import Logger as Logger
-    from ddp_trainer.registry import register_dataset as register_dataset
-    from ddp_trainer.registry import register_logger as register_logger
-    from ddp_trainer.registry import register_model as register_model
-    from ddp_trainer.registry import register_sync as register_sync
     from ddp_trainer.sync.base import GradientSync as GradientSync
     from ddp_trainer.training.run import run as run
     from ddp_trainer.training.trainer import Trainer as Trainer
@@ -28,23 +29,13 @@ __version__ = "0.2.0"
 
 _MODULES = {
     "Classifier": "inference.classifier",
-    "Config": "config.schema",
-    "ConfigError": "config.errors",
-    "DataConfig": "config.data",
     "Datasets": "data.dataset",
     "GradientSync": "sync.base",
     "ImageTensors": "data.dataset",
     "Logger": "loggers.base",
-    "LoggerConfig": "config.loggers",
-    "ModelConfig": "config.models",
-    "SyncConfig": "config.sync",
     "Trainer": "training.trainer",
     "World": "distributed.process_group",
     "load": "inference.classifier",
-    "register_dataset": "registry",
-    "register_logger": "registry",
-    "register_model": "registry",
-    "register_sync": "registry",
     "run": "training.run",
 }
 
