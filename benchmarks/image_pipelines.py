@@ -130,7 +130,8 @@ def lightning_trainer(folder: Path, cache_dir: Path) -> Epoch:
 
 
 def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
-    from ddp_trainer.config.composition import compose
+    from ddp_trainer import Config
+    from ddp_trainer.config.data import Cache, ImageFolderConfig
     from ddp_trainer.data.dataset import build_datasets
     from ddp_trainer.data.loaders import build_loaders
     from ddp_trainer.distributed.environment import Environment
@@ -138,13 +139,12 @@ def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
     from ddp_trainer.distributed.process_group import process_group
 
     keep_freed_memory()  # as a training on a CPU does
-    config = compose(
-        ["data=imagefolder", f"data.root={folder}", "data.validation_fraction=0.01", f"data.num_workers={WORKERS}",
-         f"data.cache={cache}", f"data.cache_dir={cache_dir}", "num_threads=1"]
-    )  # fmt: skip
-    with process_group(Environment(), **config.process_group) as world:
+    data = ImageFolderConfig(
+        root=str(folder), validation_fraction=0.01, num_workers=WORKERS, cache=Cache[cache], cache_dir=str(cache_dir)
+    )
+    with process_group(Environment(), **Config(data=data, num_threads=1).process_group) as world:
         loader = build_loaders(
-            build_datasets(config.data), config.data, world=world, seed=0, global_batch_size=BATCH_SIZE,
+            build_datasets(data), data, world=world, seed=0, global_batch_size=BATCH_SIZE,
             eval_batch_size=BATCH_SIZE, memory_format=torch.channels_last,
         ).train  # fmt: skip
 

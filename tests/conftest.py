@@ -26,12 +26,14 @@ from ddp_trainer.distributed.environment import limit_spinning, plugin_modules, 
 limit_spinning()  # as the command line does: the tests that run at the same time share the cores
 
 # ruff: noqa: E402
+import hydra
 import torch
 from torch.distributed import TCPStore
 from torch.utils._pytree import tree_flatten_with_path
 
 from ddp_trainer import registry
-from ddp_trainer.config.composition import compose as compose_words
+from ddp_trainer.config.composition import config_dir, register_configs, to_config
+from ddp_trainer.config.messages import check_overrides
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.process_group import World, process_group
 from ddp_trainer.training.run import run
@@ -318,7 +320,10 @@ def kill_in_training(world_size: int, config: Config, run_dir: Path, *, after: f
 
 def compose(*overrides: str) -> Config:
     """Return the config that the command line would make of `overrides`."""
-    return compose_words(overrides)
+    check_overrides(overrides)
+    register_configs()
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return to_config(hydra.compose("config", list(overrides)))
 
 
 @contextmanager

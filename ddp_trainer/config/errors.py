@@ -90,8 +90,5 @@ def flatten_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten_keys(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
+        flat |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat

@@ -87,7 +87,7 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
             key in known, f"{word} is unknown: {suggestion(key, known)[2:] or 'the config of the run has no such key'}"
         )
         require(
-            key in free or key.split(".")[0] in free,
+            key in free,
             f"{word} would change what was trained: leave it out; others can be set, such as data.root and device",
         )
         OmegaConf.update(tree, key, text if key in TEXTS else OmegaConf.from_dotlist([f"value={text}"])["value"])

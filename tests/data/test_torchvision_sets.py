@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import launch, on_ranks, read_summary
+from conftest import compose, launch, on_ranks, read_summary
 from PIL import Image
 from torch.utils.data import Subset
 from torchvision import datasets
 
 from ddp_trainer import run
-from ddp_trainer.config.composition import compose
 from ddp_trainer.config.data import Cifar10Config, TorchvisionDataConfig
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples, read_sample
@@ -239,8 +238,8 @@ def test_a_set_without_a_split_for_evaluation_needs_a_fraction(tmp_path: Path) -
 
 def train_cifar(root: Path) -> None:
     skip_checksums(lambda name, value: pytest.MonkeyPatch().setattr(name, value))
-    run(compose(["data=cifar10", f"data.root={root}", "model=lenet", "global_batch_size=4", "epochs=1", "name=run",
-                 f"output_dir={root}"]))  # fmt: skip
+    run(compose("data=cifar10", f"data.root={root}", "model=lenet", "global_batch_size=4", "epochs=1", "name=run",
+                f"output_dir={root}"))  # fmt: skip
 
 
 def test_two_ranks_train_on_cifar10(tmp_path: Path) -> None:
