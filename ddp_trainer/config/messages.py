@@ -5,7 +5,7 @@ OmegaConf raise while a config is composed.
 """
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -38,8 +38,8 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
         if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
             continue
         if override.type is OverrideType.DEL:
-            fix = f"set it instead, {key}=…" if key in known else HELP
-            raise ConfigError(f"{text} removes a key that {'is needed' if key in known else 'does not exist'}: {fix}")
+            reason = f"is needed: set it instead, {key}=…" if key in known else f"does not exist: {HELP}"
+            raise ConfigError(f"{text} removes a key that {reason}")
         require(
             multirun or not override.is_sweep_override(),
             f"{text} has several values: add --multirun to run each, "
@@ -64,34 +64,32 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
     """Return in one line what is wrong; `arguments` are those of the command line, to quote from."""
-    text = _explain(error, arguments)
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-
-
-def _explain(error: BaseException, arguments: Sequence[str]) -> str:
     cause = error.__cause__ or error.__context__
     match error:
         case ConfigError() | TransientError() | registry.PluginError():
-            return str(error)
+            text = str(error)
         case OverrideParseException():
-            return f"{error.override!r} cannot be read: write key=value without spaces, and quote special characters"
+            text = f"{error.override!r} cannot be read: write key=value without spaces, and quote special characters"
         case MissingConfigException():
-            return _unknown_choice(error)
+            text = _unknown_choice(error)
         case ConfigCompositionException() if isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
-            return _file(error) + _explain(cause, arguments)
+            before, quoted, rest = str(error).partition("'")  # In 'experiment/mine': …, if a file is at fault
+            text = f"{rest.partition(quoted)[0]}.yaml: " if before == "In " and quoted else ""
+            text += format_config_error(cause, arguments)
         case ConfigKeyError() | ConfigAttributeError():
-            return _unknown_key(error, arguments)
+            text = _unknown_key(error, arguments)
         case MissingMandatoryValue():
             key = error.full_key or _first_line(error).rpartition(" ")[2]
-            return f"{key} is missing: {choose(key) if key in registry.groups() else 'give it a value'}"
+            text = f"{key} is missing: {choose(key) if key in registry.groups() else 'give it a value'}"
         case InterpolationResolutionError():
-            return f"{_quote(error.full_key, arguments)} cannot be resolved: {_first_line(error)}"
+            text = f"{_quote(error.full_key, arguments)} cannot be resolved: {_first_line(error)}"
         case ValidationError():
-            return _wrong_type(error, arguments)
+            text = _wrong_type(error, arguments)
         case OmegaConfBaseException():
-            return f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
+            text = f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
         case _:
-            return _first_line(error)
+            text = _first_line(error)
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _first_line(error: BaseException) -> str:
@@ -105,15 +103,6 @@ def _quote(key: str | None, arguments: Sequence[str]) -> str:
         if key and (set_key == key or set_key.startswith(f"{key}.")):
             return argument
     return key or "the config"
-
-
-def _file(error: ConfigCompositionException) -> str:
-    """Return ``"experiment/mine.yaml: "`` if a file is at fault; Hydra has its name in the message only."""
-    before, quoted, rest = str(error).partition("'")
-    return f"{rest.partition(quoted)[0]}.yaml: " if before == "In " and quoted else ""
-
-
-# --- groups -------------------------------------------------------------------------------------
 
 
 def choose(group: str) -> str:
@@ -131,9 +120,6 @@ def _unknown_choice(error: MissingConfigException) -> str:
     near = get_close_matches(choice, options, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     return f"{group}={choice} is not a valid choice: choose from {', '.join(options)}{hint}"
-
-
-# --- keys ---------------------------------------------------------------------------------------
 
 
 def known_keys() -> dict[str, tuple[Any, Mapping[str, Any]]]:
@@ -162,31 +148,17 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     text, known = _quote(key, arguments), known_keys()
     group, _, name = key.rpartition(".")
     schema = error.object_type
-    by_schema = (
-        {choice.schema: choice.name for choice in registry.choices(group).values()}
-        if group in registry.groups()
-        else {}
-    )
-    if schema in by_schema and key in known:
-        others = [other for its_schema, other in by_schema.items() if name in its_schema.__dataclass_fields__]
-        return f"{text} does not go with {group}={by_schema[schema]}: it is a key of {group}={_listed(others)}"
-    siblings = sorted(field.name for field in fields(schema)) if group and is_dataclass(schema) else []
-    if near := _near(key, known, siblings):
-        return f"{text} is unknown: did you mean {_listed(near)}?"
-    if siblings:
-        where = f"{group}={by_schema[schema]}" if schema in by_schema else group
-        return f"{text} is unknown: {where} has {', '.join(siblings)}"
-    return f"{text} is unknown: {HELP}"
-
-
-def _near(key: str, known: Iterable[str], siblings: Sequence[str]) -> list[str]:
-    """Return up to three similar keys: with a similar spelling, or the same name in another group."""
-    group, _, name = key.rpartition(".")
-    if siblings:
-        near = [f"{group}.{sibling}" for sibling in get_close_matches(name, siblings)]
-    else:
-        near = get_close_matches(key, [other for other in known if "." not in other], cutoff=0.7)
-    return near or [other for other in known if other.rpartition(".")[2] == name][:3]
+    choices = registry.choices(group) if group in registry.groups() else {}
+    section = next((f"{group}={choice.name}" for choice in choices.values() if choice.schema is schema), group)
+    if key in known and section != group:
+        others = [other for other, choice in choices.items() if name in choice.schema.__dataclass_fields__]
+        return f"{text} does not go with {section}: it is a key of {group}={_listed(others)}"
+    siblings = sorted(field.name for field in fields(schema)) if is_dataclass(schema) else []
+    near = [f"{group}.{other}".lstrip(".") for other in get_close_matches(name, siblings, cutoff=0.6 if group else 0.7)]
+    near = near or [other for other in known if other.rpartition(".")[2] == name][:3]
+    if near or group == "logger":
+        return f"{text} is unknown: did you mean {_listed(near or [group])}?"
+    return f"{text} is unknown: " + (f"{section} has {', '.join(siblings)}" if group and siblings else HELP)
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -194,14 +166,10 @@ def _listed(items: Sequence[str]) -> str:
     return " or ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
-# --- types --------------------------------------------------------------------------------------
-
-
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     key = (error.full_key or "").partition("[")[0]
-    hint, metadata = known_keys().get(key, (None, {}))
-    if is_dataclass(error.object_type) and hint is None:  # an option of a command
-        hint = get_type_hints(error.object_type).get(key)
+    options = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}  # of a command
+    hint, metadata = known_keys().get(key, (options.get(key), {}))
     text = _quote(key, arguments)
     if hint is None:
         return f"{text} is not valid: {_first_line(error)}"
