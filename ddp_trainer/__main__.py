@@ -54,7 +54,7 @@ def print_overview() -> None:
     for name, description in COMMANDS.items():
         print(f"  {name:12} {description}")
     print("\ngroups (choose with group=choice):")
-    for group in registry.groups():
+    for group in registry.GROUPS:
         print(f"  {group:12} {', '.join(registry.choices(group))}")
     print(f"  {'experiment':12} {', '.join(sorted(path.stem for path in config_dir().glob('experiment/*.yaml')))}")
     print("\nCOMMAND --help lists a command's options; train --help lists all keys of the config. Guide: README.md")

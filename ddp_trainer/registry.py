@@ -8,18 +8,19 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-ENTRY_POINTS = "ddp_trainer.plugins"
+GROUPS = ("model", "data", "optimizer", "scheduler", "sync", "logger")
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -40,15 +41,11 @@ class Choice:
 
     def build(self, *args: Any, **options: Any) -> Any:
         """Call the builder. The arguments depend on the group; see docs/extending.md."""
-        if callable(self.builder):
-            return self.builder(*args, **options)
-        module, _, function = self.builder.partition(":")
-        return getattr(import_module(module), function)(*args, **options)
+        builder = resolve_name(self.builder) if isinstance(self.builder, str) else self.builder
+        return builder(*args, **options)
 
 
-_choices: dict[str, dict[str, Choice]] = {
-    group: {} for group in ("model", "data", "optimizer", "scheduler", "sync", "logger")
-}
+_choices: dict[str, dict[str, Choice]] = {group: {} for group in GROUPS}
 _plugins: dict[str, str] = {}
 
 
@@ -60,7 +57,20 @@ def register(
     Raises:
         ValueError: the schema or the builder does not fit, or the name is taken.
     """
-    _check_schema(group, name, schema)
+    field = getattr(schema, "__dataclass_fields__", {}).get("name")
+    if field is None or field.default != name:
+        raise ValueError(f"{schema.__name__} must be a dataclass with the field name: str = {name!r}")
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"{group}={name} must consist of letters, digits, _, . and -")
+    first = next(iter(_choices[group].values()), None)
+    base = schema if first is None else first.schema.__mro__[-2]  # -1 is object
+    if not issubclass(schema, base):
+        raise ValueError(f"{schema.__name__} must be a subclass of {base.__name__}")
+    try:
+        OmegaConf.structured(schema)
+    except OmegaConfBaseException as error:
+        where, reason = f"{schema.__name__}.{error.full_key}", str(error).partition("\n")[0]
+        raise ValueError(f"{where} is not a type that a config may have: {reason}") from error
     taken = _choices[group].get(name)
     if taken is not None and taken.schema is not schema:
         raise ValueError(f"{group}={name} is already registered, by {taken.schema.__module__}")
@@ -76,36 +86,12 @@ def register(
     return add
 
 
-def _check_schema(group: str, name: str, schema: type) -> None:
-    field = getattr(schema, "__dataclass_fields__", {}).get("name")
-    if not is_dataclass(schema) or field is None or field.default != name:
-        raise ValueError(f"{schema.__name__} must be a dataclass with the field name: str = {name!r}")
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"{group}={name} must consist of letters, digits, _, . and -")
-    first = next(iter(_choices[group].values()), None)
-    base = schema if first is None else first.schema.__mro__[-2]  # -1 is object
-    if base not in schema.__mro__:
-        raise ValueError(f"{schema.__name__} must be a subclass of {base.__name__}")
-    try:
-        OmegaConf.structured(schema)
-    except OmegaConfBaseException as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{schema.__name__}.{error.full_key} is not a type that a config may have: {reason}"
-        ) from error
-
-
 register_model = partial(register, "model")
 register_dataset = partial(register, "data")
 register_optimizer = partial(register, "optimizer")
 register_scheduler = partial(register, "scheduler")
 register_sync = partial(register, "sync")
 register_logger = partial(register, "logger")
-
-
-def groups() -> tuple[str, ...]:
-    """Return the names of the groups."""
-    return tuple(_choices)
 
 
 def choices(group: str) -> Mapping[str, Choice]:
@@ -122,11 +108,10 @@ def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any)
     """Call the builder of the choice whose schema `config` is an object of, with `config` and the other arguments.
 
     Raises:
-        PluginError: there is no such choice, or the builder returns something else than an object of `returns`.
+        PluginError: the builder returns something else than an object of `returns`.
     """
     choice = find(group, type(config))
-    if choice is None:
-        raise PluginError(f"{type(config).__name__} is not the schema of a choice of {group}: register it")
+    assert choice is not None, "checked by Config"
     result = choice.build(config, *args, **options)
     if not isinstance(result, returns):
         raise PluginError(
@@ -142,10 +127,18 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
     Raises:
         PluginError: one of them cannot be imported.
     """
-    for entry in entry_points(group=ENTRY_POINTS):
-        _load(entry.module, version=entry.dist.version if entry.dist else None)
-    for module in modules:
-        _load(module, version=None)
+    installed = {entry.module: entry.dist for entry in entry_points(group="ddp_trainer.plugins")}
+    for name in [*installed, *modules]:
+        if name in _plugins:
+            continue
+        try:
+            module = import_module(name)
+        except Exception as error:  # a plug-in's module may raise anything
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            fix = "correct or uninstall it, or take it out of DDP_TRAINER_PLUGINS"
+            raise PluginError(f"plug-in {name} cannot be imported ({cause}): {fix}") from error
+        distribution = installed.get(name)
+        _plugins[name] = distribution.version if distribution else _version(module)
 
 
 def plugin_versions() -> dict[str, str]:
@@ -153,20 +146,6 @@ def plugin_versions() -> dict[str, str]:
     known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
     modules = {choice.schema.__module__.partition(".")[0] for group in _choices.values() for choice in group.values()}
     return _plugins | {name: _version(sys.modules[name]) for name in sorted(modules - known)}
-
-
-def _load(name: str, *, version: str | None) -> None:
-    if name in _plugins:
-        return
-    try:
-        module = import_module(name)
-    except Exception as error:  # a plug-in's module may raise anything
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise PluginError(
-            f"plug-in {name} cannot be imported ({cause}): correct or uninstall it, or take it out of "
-            "DDP_TRAINER_PLUGINS"
-        ) from error
-    _plugins[name] = version or _version(module)
 
 
 def _version(module: ModuleType) -> str:

@@ -175,7 +175,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line_that_names_it(
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget after the test what it registers."""
-    monkeypatch.setattr(registry, "_choices", {group: dict(registry.choices(group)) for group in registry.groups()})
+    monkeypatch.setattr(registry, "_choices", {group: dict(registry.choices(group)) for group in registry.GROUPS})
 
 
 @dataclass

@@ -136,7 +136,7 @@ def test_the_readme_names_every_choice_of_every_group() -> None:
     rows = dict(re.findall(r"^\| `(\w+)=` \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
     named = {group: set(re.findall(r"`(\w+)`", choices)) for group, choices in rows.items()}
     expected = {"experiment": {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}}
-    for group in registry.groups():
+    for group in registry.GROUPS:
         schemas = {name: choice.schema.__module__ for name, choice in registry.choices(group).items()}
         expected[group] = {name for name, module in schemas.items() if module.startswith("ddp_trainer.")}
     assert named == expected

@@ -75,8 +75,8 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
 def print_keys() -> None:
     """Print the keys of the config, with those of every choice of every group."""
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
-    print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.groups())}")
-    for group in registry.groups():
+    print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
+    for group in registry.GROUPS:
         for choice in registry.choices(group).values():
             prefix = f"logger.{choice.name}." if group == "logger" else f"{group}."
             print(f"\n{group}={choice.name}")

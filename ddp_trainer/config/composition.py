@@ -29,16 +29,16 @@ def config_dir() -> Path:
 def register_configs() -> None:
     """Register the schema of every choice with Hydra, and the root with its default choices."""
     store = ConfigStore.instance()
-    for group in registry.groups():
+    for group in registry.GROUPS:
         for name, choice in registry.choices(group).items():
             package = f"logger.{name}" if group == "logger" else None
             store.store(group=group, name=name, node=choice.schema, package=package)
     schema = OmegaConf.structured(Config)
-    for group in registry.groups():  # the choices fill them in
+    for group in registry.GROUPS:  # the choices fill them in
         schema[group] = {} if group == "logger" else MISSING
     store.store(name="schema", node=schema)
     default = Config()
-    defaults: list[Any] = [{group: getattr(default, group).name} for group in registry.groups() if group != "logger"]
+    defaults: list[Any] = [{group: getattr(default, group).name} for group in registry.GROUPS if group != "logger"]
     store.store(name="defaults", node={"defaults": ["schema", *defaults, {"logger": list(default.logger)}, "_self_"]})
 
 
@@ -89,7 +89,7 @@ def from_builtins(tree: dict[str, Any]) -> Config:
     """
     config = OmegaConf.structured(Config)
     config.logger = {}
-    sections = {group: tree[group] for group in registry.groups() if group != "logger"}
+    sections = {group: tree[group] for group in registry.GROUPS if group != "logger"}
     sections |= {f"logger.{name}": section for name, section in tree["logger"].items()}
     for key, section in sections.items():
         choice = registry.choices(key.partition(".")[0]).get(section.get("name"))
@@ -116,7 +116,7 @@ def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def free_keys(tree: dict[str, Any]) -> set[str]:
     """Return the keys of a config (as builtins) that a resumed run may change."""
     schemas: dict[str, Any] = {"": Config}
-    for group in registry.groups():
+    for group in registry.GROUPS:
         if choice := registry.choices(group).get(tree.get(group, {}).get("name")):
             schemas[f"{group}."] = choice.schema
     free = {prefix + f.name for prefix, schema in schemas.items() for f in fields(schema) if f.metadata.get("free")}

@@ -51,13 +51,13 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
         )
         value = "" if override.is_sweep_override() else override.value()
         require(not isinstance(value, int) or abs(value) < 2**63, f"{text} must be below 2^63")
-        if key in (*registry.groups(), "experiment"):
+        if key in (*registry.GROUPS, "experiment"):
             names = value if isinstance(value, list) else [value]
             are_names = all(isinstance(name, str) and name != "???" for name in names)
             require(are_names, f"{text} is not a valid choice: {choose(key)}")
         require(not key.startswith("experiment."), f"{text} is unknown: set the key itself, without experiment.")
         group, _, name = key.rpartition(".")
-        require(name != "name" or group not in registry.groups(), f"{text} cannot be set: choose with {group}=…")
+        require(name != "name" or group not in registry.GROUPS, f"{text} cannot be set: choose with {group}=…")
         is_list = get_origin(known.get(group, (None,))[0]) is list
         require(not is_list or name.isdecimal(), f"{text} is unknown: {group} is a list, {group}=[…]")
 
@@ -80,7 +80,7 @@ def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> 
             text = _unknown_key(error, arguments)
         case MissingMandatoryValue():
             key = error.full_key or _first_line(error).rpartition(" ")[2]
-            text = f"{key} is missing: {choose(key) if key in registry.groups() else 'give it a value'}"
+            text = f"{key} is missing: {choose(key) if key in registry.GROUPS else 'give it a value'}"
         case InterpolationResolutionError():
             text = f"{_quote(error.full_key, arguments)} cannot be resolved: {_first_line(error)}"
         case ValidationError():
@@ -114,7 +114,7 @@ def choose(group: str) -> str:
 
 def _unknown_choice(error: MissingConfigException) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    options = sorted(error.options or (registry.choices(group) if group in registry.groups() else ()))
+    options = sorted(error.options or (registry.choices(group) if group in registry.GROUPS else ()))
     if not options:
         return _first_line(error)
     near = get_close_matches(choice, options, n=1)
@@ -131,7 +131,7 @@ def known_keys() -> dict[str, tuple[Any, Mapping[str, Any]]]:
         for field in fields(schema):
             name, hint = field.name, hints[field.name]
             keys[prefix + name] = (hint, field.metadata)
-            if not prefix and name in registry.groups():
+            if not prefix and name in registry.GROUPS:
                 for choice in registry.choices(name).values():
                     add(choice.schema, f"logger.{choice.name}." if name == "logger" else f"{name}.")
             elif is_dataclass(hint):
@@ -148,7 +148,7 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     text, known = _quote(key, arguments), known_keys()
     group, _, name = key.rpartition(".")
     schema = error.object_type
-    choices = registry.choices(group) if group in registry.groups() else {}
+    choices = registry.choices(group) if group in registry.GROUPS else {}
     section = next((f"{group}={choice.name}" for choice in choices.values() if choice.schema is schema), group)
     if key in known and section != group:
         others = [other for other, choice in choices.items() if name in choice.schema.__dataclass_fields__]
@@ -176,7 +176,7 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     if text == key:
         text = f"{key}={error.value}"
     if is_dataclass(hint):
-        is_group = key in registry.groups()
+        is_group = key in registry.GROUPS
         rule = choose(key) if is_group else f"set {key}.{_listed([field.name for field in fields(hint)])}"
         return f"{text} replaces a whole section: {rule}"
     rule = metadata.get("must_be") if str in get_args(hint) else None  # of a key that may be auto

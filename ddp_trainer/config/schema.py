@@ -134,7 +134,7 @@ class Config:
         require(self.output_dir != "", "output_dir= is empty: give a folder, . is this one")
         expanded = os.path.expanduser(self.output_dir)
         require(expanded[0] != "~", f"output_dir={self.output_dir} begins with ~ of a user who is unknown here")
-        chosen_by_key = {group: getattr(self, group) for group in registry.groups() if group != "logger"}
+        chosen_by_key = {group: getattr(self, group) for group in registry.GROUPS if group != "logger"}
         chosen_by_key |= {f"logger.{name}": chosen for name, chosen in self.logger.items()}
         for key, chosen in chosen_by_key.items():
             choice = registry.find(key.partition(".")[0], type(chosen))

@@ -46,7 +46,7 @@ def hostile_overrides(count: int) -> list[list[str]]:
     def pairs() -> Iterator[list[str]]:
         for key in [*known_keys(), *MORE_KEYS]:
             group, _, name = key.partition(".")
-            choices = registry.choices(group).values() if group in registry.groups() and group != "logger" else ()
+            choices = registry.choices(group).values() if group in registry.GROUPS and group != "logger" else ()
             with_key = [f"{group}={c.name}" for c in choices if name.partition(".")[0] in c.schema.__dataclass_fields__]
             yield from ([*with_key[:1], f"{key}={value}"] for value in VALUES)
 

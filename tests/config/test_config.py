@@ -19,7 +19,7 @@ from ddp_trainer.config.models import ModelConfig
 from ddp_trainer.config.schema import CheckConfig, CheckpointConfig, Config, EmaConfig, Resume
 from ddp_trainer.config.sync import DDPConfig
 
-CHOICES = [(group, choice) for group in registry.groups() for choice in registry.choices(group)]
+CHOICES = [(group, choice) for group in registry.GROUPS for choice in registry.choices(group)]
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
 
 
@@ -121,7 +121,7 @@ def test_the_number_of_ranks_is_checked_against_the_batch() -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    sections = {"augment", "check", "checkpoint", "ema", *registry.groups()}
+    sections = {"augment", "check", "checkpoint", "ema", *registry.GROUPS}
     choices = [registry.choices(group)[choice].schema for group, choice in CHOICES]
     for schema in (Config, CheckConfig, CheckpointConfig, EmaConfig, FileAugmentConfig, *choices):
         names = {field.name for field in fields(schema)} - sections - ({"name"} if schema in choices else set())
@@ -139,7 +139,7 @@ SCHEMAS = [
     CheckpointConfig,
     EmaConfig,
     FileAugmentConfig,
-    *(c.schema for g in registry.groups() for c in registry.choices(g).values()),
+    *(c.schema for g in registry.GROUPS for c in registry.choices(g).values()),
 ]
 
 

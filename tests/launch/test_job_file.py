@@ -13,7 +13,7 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import Resume
 from ddp_trainer.launch.job_file import read_job, write_job
 
-CHOICES = [f"{group}={choice}" for group in registry.groups() for choice in registry.choices(group)]
+CHOICES = [f"{group}={choice}" for group in registry.GROUPS for choice in registry.choices(group)]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
