@@ -60,10 +60,8 @@ class Evaluation:
         self.per_class: dict[str, Any] = per_class if isinstance(per_class, dict) else {}
         self.class_names = self.matrix.names or list(self.per_class)
         self.places = {name: place for place, name in reversed(list(enumerate(self.class_names[:MAX_CLASSES])))}
-        mistakes = [
-            self.mistake(entry) for entry in files.read_object("mistakes.json", list) if isinstance(entry, dict)
-        ]
-        self.mistakes = sorted(mistakes, key=lambda mistake: -(mistake.loss or 0))
+        entries = [entry for entry in files.read_object("mistakes.json", list) if isinstance(entry, dict)]
+        self.mistakes = sorted(map(self.mistake, entries), key=lambda mistake: -(mistake.loss or 0))
 
     @property
     def is_empty(self) -> bool:
