@@ -78,6 +78,8 @@ class TrainStep:
         self.model, self.sync, self.optimizer, self.scheduler = model, sync, optimizer, scheduler
         self.settings, self.world, self.on_phase = settings, world, on_phase
         self.ema = None if settings.ema.decay is None else AveragedWeights(model, settings.ema.decay)
+        self.models = nn.ModuleList([model] if self.ema is None else [model, self.ema.module])
+        """The model, and the average of its weights if there is one; the last one is evaluated."""
         self.replica = sync.wrap(model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
         self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
@@ -122,16 +124,6 @@ class TrainStep:
         self.on_phase("between steps")
         self.count += 1
         return loss
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The model that is evaluated: the average of the weights if there is one, else the weights."""
-        return self.model if self.ema is None else self.ema.module
-
-    @property
-    def models(self) -> nn.ModuleList:
-        """The model, and the average of its weights if there is one."""
-        return nn.ModuleList([self.model] if self.ema is None else [self.model, self.ema.module])
 
     def begin_training(self) -> None:
         """Put the model into training mode, but BatchNorm layers that are frozen: their statistics stay as they are."""

@@ -55,6 +55,10 @@ class Trainer:
         self.bad_samples = BadSamples(
             loaders.bad_samples, step.world, on_bad_image=config.data.on_bad_image, run_dir=self.run_dir
         )
+        self.steps_per_epoch = loaders.sampler.steps_per_epoch
+        self.total_steps = config.epochs * self.steps_per_epoch
+        self.last_step = self.total_steps if config.max_steps is None else min(self.total_steps, config.max_steps)
+        """The optimizer step at which this launch ends."""
         self.epoch_seconds: list[float] = []
         self.results: SampleResults | None = None
         """The answers of the last evaluation of this launch, of this rank's samples."""
@@ -119,22 +123,11 @@ class Trainer:
         return self.train_step.count
 
     @property
-    def steps_per_epoch(self) -> int:
-        """The number of optimizer steps in a whole epoch."""
-        return self.loaders.sampler.steps_per_epoch
-
-    @property
-    def last_step(self) -> int:
-        """The optimizer step at which this launch ends."""
-        planned = self.config.epochs * self.steps_per_epoch
-        return planned if self.config.max_steps is None else min(planned, self.config.max_steps)
-
-    @property
     def status(self) -> Status:
         """The status of a launch that ends now."""
         if self.step < self.last_step:
             return Status.stopped
-        return Status.finished if self.step >= self.config.epochs * self.steps_per_epoch else Status.max_steps
+        return Status.finished if self.step >= self.total_steps else Status.max_steps
 
     def train_epoch(self, epoch: int) -> bool:
         """Train from the position in the epoch to its end, or to the launch's last step. False: stopped before that."""
@@ -190,10 +183,9 @@ class Trainer:
     def evaluate(self, epoch: int) -> bool:
         """Evaluate and record the result. Return whether it is the best so far. Collective."""
         self.monitor.phase = "evaluation"
-        step = self.train_step
-        with averaged_statistics(step.evaluated, self.world):
-            dtype = step.settings.autocast_dtype
-            self.results = evaluate(step.evaluated, self.evaluation_batches(), self.world.device, dtype)
+        model, dtype = self.train_step.models[-1], self.train_step.settings.autocast_dtype
+        with averaged_statistics(model, self.world):
+            self.results = evaluate(model, self.evaluation_batches(), self.world.device, dtype)
         self.bad_samples.gather()
         result = mean_over_ranks(self.results, self.world)
         digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
