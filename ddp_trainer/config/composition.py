@@ -28,14 +28,12 @@ def config_dir() -> Path:
 
 def register_configs() -> None:
     """Register the schema of every choice with Hydra, and the root with its default choices."""
-    store = ConfigStore.instance()
+    store, schema = ConfigStore.instance(), OmegaConf.structured(Config)
     for group in registry.GROUPS:
+        schema[group] = {} if group == "logger" else MISSING  # the choice fills it in
         for name, choice in registry.choices(group).items():
             package = f"logger.{name}" if group == "logger" else None
             store.store(group=group, name=name, node=choice.schema, package=package)
-    schema = OmegaConf.structured(Config)
-    for group in registry.GROUPS:  # the choices fill them in
-        schema[group] = {} if group == "logger" else MISSING
     store.store(name="schema", node=schema)
     default = Config()
     defaults: list[Any] = [{group: getattr(default, group).name} for group in registry.GROUPS if group != "logger"]

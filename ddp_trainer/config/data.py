@@ -60,10 +60,7 @@ class DataConfig:
     std: list[float] = field(default_factory=lambda: [0.25])
     """Standard deviation of the training split per channel; divided by after the mean is subtracted."""
     validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
-    """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split.
-
-    For choosing hyperparameters; 0 trains on all of it and evaluates on the test split.
-    """
+    """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split; 0: none."""
     num_workers: Any = field(  # int | str, which omegaconf 2.3 cannot merge inside of a group
         default="auto",
         metadata=FREE

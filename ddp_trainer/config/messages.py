@@ -176,8 +176,7 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     if text == key:
         text = f"{key}={error.value}"
     if is_dataclass(hint):
-        is_group = key in registry.GROUPS
-        rule = choose(key) if is_group else f"set {key}.{_listed([field.name for field in fields(hint)])}"
+        rule = choose(key) if key in registry.GROUPS else f"set {key}.{_listed([field.name for field in fields(hint)])}"
         return f"{text} replaces a whole section: {rule}"
     rule = metadata.get("must_be") if str in get_args(hint) else None  # of a key that may be auto
     return f"{text} must be {rule or in_words(hint)}"
