@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -14,9 +14,9 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
+from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import config_dir, job_dir, register_configs, to_config
-from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, JobError, TransientError
+from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, JobError, TransientError, require
 from ddp_trainer.config.messages import check_overrides, format_config_error
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import Environment, read_environment
@@ -30,14 +30,12 @@ RANK_0_SECONDS = 5.0
 
 
 def run_command(
-    command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str
+    command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str | None
 ) -> None:
     """Call ``command(config, run_dir, options)`` for each job that `words` describe, or print the help."""
-    if wants_help(words):
-        print_help(f"{program()} {command.__name__} [option=value …] [key=value …]", description, schema)
-        return
+    usage = f"{command.__name__} [option=value …] [key=value …]"
     with errors_as_exit_codes():
-        options, overrides = parse_options(schema, words)
+        options, overrides = parse_options(schema, words, usage=usage, description=description)
     for_each_job(lambda config, run_dir: command(config, run_dir, options), overrides)
 
 
@@ -63,47 +61,38 @@ def for_each_job(function: Callable[[Config, Path], float | None], words: Sequen
             job()
     except JobError:  # reported by the launcher that ran the job
         sys.exit(FAILURE)
-    except TransientError as error:
-        exit_with_user_error(error, code=FAILURE)
     except Exception as error:  # Hydra raises many kinds while it composes
         exit_with_user_error(error)
 
 
-class errors_as_exit_codes:  # noqa: N801  # used as a function: with errors_as_exit_codes():
+@contextmanager
+def errors_as_exit_codes() -> Iterator[None]:
     """Exit with 2 for the user's input and with 1 for any other exception, each reported once."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        match error:
-            case TransientError():
-                exit_with_user_error(error, code=FAILURE)
-            case ConfigError() | OmegaConfBaseException() | HydraException() | PluginError():
-                exit_with_user_error(error)
-            case Exception():
-                exit_with_failure(error)
+    try:
+        yield
+    except (TransientError, ConfigError, OmegaConfBaseException, HydraException, PluginError) as error:
+        exit_with_user_error(error)
+    except Exception as error:
+        exit_with_failure(error)
 
 
 def check_arguments() -> None:
     """Refuse bad overrides and unknown flags, for which argparse would print its usage on every rank; ConfigError."""
 
     def reject(message: str) -> NoReturn:
-        word = message.removeprefix("unrecognized arguments: ").split()[0]
-        if not message.startswith("unrecognized arguments: "):
-            raise ConfigError(message)
-        if word.startswith("-"):
-            raise ConfigError(
-                f"{word} is not a flag: set a key without dashes, key=value; --hydra-help lists the flags"
-            )
-        raise ConfigError(f"{word} is separated from the other keys by a flag: put all flags before or after the keys")
+        raise ConfigError(message)
 
     parser = get_args_parser()
     parser.error = reject  # type: ignore[method-assign]
-    arguments = parser.parse_args()
+    arguments, unknown = parser.parse_known_args()
+    for word in unknown:
+        hint = "set a key without dashes, key=value; --hydra-help lists the flags"
+        require(not word.startswith("-"), f"{word} is not a flag: {hint}")
+        reject(f"{word} is separated from the other keys by a flag: put all flags before or after the keys")
     check_overrides(arguments.overrides, multirun=arguments.multirun)
 
 
-def exit_with_user_error(error: BaseException, *, code: int = USER_ERROR) -> NoReturn:
+def exit_with_user_error(error: Exception) -> NoReturn:
     """Print the error in one line and exit: rank 0 prints, or the first rank of a node that it does not end."""
     try:
         environment = read_environment()
@@ -113,7 +102,7 @@ def exit_with_user_error(error: BaseException, *, code: int = USER_ERROR) -> NoR
         time.sleep(RANK_0_SECONDS * (1 if environment.local_rank == 0 else 2))
     if environment.local_rank == 0:
         print(f"error: {format_config_error(error, sys.argv[1:])}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    sys.exit(FAILURE if isinstance(error, TransientError) else USER_ERROR)
 
 
 def exit_with_failure(error: Exception) -> NoReturn:

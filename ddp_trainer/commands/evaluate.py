@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.data import SplitName
 from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.environment import read_environment
@@ -35,11 +35,9 @@ class EvaluateOptions(CheckpointOptions):
 
 def main(words: Sequence[str]) -> None:
     """Evaluate a run; exit with 2 for wrong input, with 1 for any other failure."""
-    if wants_help(words):
-        print_help(f"{program()} evaluate RUN_DIR [key=value …]", __doc__ or "", EvaluateOptions)
-        return
+    usage = "evaluate RUN_DIR [key=value …]"
     with errors_as_exit_codes():
-        options, rest = parse_options(EvaluateOptions, words)
+        options, rest = parse_options(EvaluateOptions, words, usage=usage, description=__doc__)
         paths, overrides = split_paths(rest)
         require(len(paths) == 1, "evaluate takes one run directory: evaluate RUN_DIR")
         with disable_gc():

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.errors import NOT_NEGATIVE, require
 from ddp_trainer.distributed.environment import installed_versions, read_environment
 from ddp_trainer.distributed.memory import disable_gc
@@ -42,11 +42,8 @@ class ExportOptions(CheckpointOptions):
 
 def main(words: Sequence[str]) -> None:
     """Export a model; exit with 2 for wrong input, with 1 for any other failure."""
-    if wants_help(words):
-        print_help(f"{program()} export RUN_DIR [key=value …]", __doc__ or "", ExportOptions)
-        return
     with errors_as_exit_codes():
-        options, rest = parse_options(ExportOptions, words)
+        options, rest = parse_options(ExportOptions, words, usage="export RUN_DIR [key=value …]", description=__doc__)
         paths, overrides = split_paths(rest)
         require(len(paths) == 1, "export takes one run directory: export RUN_DIR")
         require(read_environment().world_size == 1, "export runs in one process: start it without torchrun")

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
-from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
+from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import from_builtins, to_builtins
 from ddp_trainer.config.errors import POSITIVE, ConfigError, require
 from ddp_trainer.config.schema import Config
@@ -32,15 +32,12 @@ class FreezeOptions:
 
 def main(words: Sequence[str]) -> None:
     """Write the job file and print its run directory; exit with 2 for wrong input, with 1 for any other failure."""
-    if wants_help(words):
-        print_help(f"{program()} freeze FILE [option=value …] [key=value …]", __doc__ or "", FreezeOptions)
-        return
+    usage = "freeze FILE [option=value …] [key=value …]"
     with errors_as_exit_codes():
-        require(bool(words) and "=" not in Path(words[0]).name, "FILE is missing: freeze FILE [key=value …]")
-        path = Path(words[0])
-        options, overrides = parse_options(FreezeOptions, words[1:])
-        base, job = options.base, options.job
-        config, run_dir = compose_job(overrides, number=job) if base is None else change_job(Path(base), overrides)
+        options, rest = parse_options(FreezeOptions, words, usage=usage, description=__doc__)
+        require(bool(rest) and "=" not in Path(rest[0]).name, "FILE is missing: freeze FILE [key=value …]")
+        path, base = Path(rest[0]), options.base
+        config, run_dir = compose_job(rest[1:], options.job) if base is None else change_job(Path(base), rest[1:])
         if options.world_size is not None:
             config.check_world_size(options.world_size)
         try:
@@ -51,7 +48,7 @@ def main(words: Sequence[str]) -> None:
     print(run_dir)
 
 
-def compose_job(overrides: Sequence[str], *, number: int | None) -> tuple[Config, Path]:
+def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, Path]:
     """Return the config and run directory of `overrides`, of a sweep those of job `number`; ConfigError without one."""
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import parse_options, print_help, program, wants_help
+from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require
 from ddp_trainer.config.schema import Device
@@ -59,11 +59,8 @@ class NodeCheckOptions:
 
 def main(words: Sequence[str]) -> None:
     """Exit with 0 if all nodes can start, 2 for what the user has to change, 1 for what may be different later."""
-    if wants_help(words):
-        print_help(f"{program()} node-check option=value …", __doc__ or "", NodeCheckOptions)
-        return
     with errors_as_exit_codes():
-        options, rest = parse_options(NodeCheckOptions, words)
+        options, rest = parse_options(NodeCheckOptions, words, usage="node-check option=value …", description=__doc__)
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
         node = describe_node(options)
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch prints stack traces when another program has the port

@@ -24,8 +24,17 @@ class CheckpointOptions:
     """best (that of the highest top-1), last, or a step."""
 
 
-def parse_options(schema: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
-    """Return the options among `words`, as a `schema` object whose rules hold, and the other words."""
+def parse_options(
+    schema: type[T], words: Sequence[str], *, usage: str = "", description: str | None = ""
+) -> tuple[T, list[str]]:
+    """Return the options among `words`, as a `schema` object whose rules hold, and the other words.
+
+    If `words` ask for help, print `usage`, `description` and all options with their defaults, and exit with 0.
+    """
+    if wants_help(words):
+        print(f"usage: {program()} {usage}\n\n{(description or '').strip()}")
+        print(f"\noptions (key=value):\n{list_fields(schema())}")
+        sys.exit()
     names = {field.name for field in fields(cast(Any, schema))}
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     tree = OmegaConf.structured(schema)
@@ -41,11 +50,6 @@ def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words that are paths, and those that are ``key=value``; a path with = begins with ./ or /."""
     overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
     return [word for word in words if word not in overrides], overrides
-
-
-def print_help(usage: str, description: str, schema: type) -> None:
-    """Print a command's usage and its options with their defaults."""
-    print(f"usage: {usage}\n\n{description.strip()}\n\noptions (key=value):\n{list_fields(schema())}")
 
 
 def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import CheckpointOptions, parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, require
 from ddp_trainer.distributed.environment import read_environment, usable_cores
 from ddp_trainer.distributed.memory import disable_gc, keep_freed_memory
@@ -36,11 +36,9 @@ class PredictOptions(CheckpointOptions):
 
 def main(words: Sequence[str]) -> None:
     """Classify files; exit with 2 if the user's input is wrong, and 1 if anything else fails."""
-    if wants_help(words):
-        print_help(f"{program()} predict RUN_DIR FILES|FOLDER|- [key=value …]", __doc__ or "", PredictOptions)
-        return
+    usage = "predict RUN_DIR FILES|FOLDER|- [key=value …]"
     with errors_as_exit_codes():
-        options, rest = parse_options(PredictOptions, words)
+        options, rest = parse_options(PredictOptions, words, usage=usage, description=__doc__)
         paths, overrides = split_paths(rest)
         require(len(paths) > 1, "predict takes a run directory and images: predict RUN_DIR FILES, a folder, or -")
         require(read_environment().world_size == 1, "predict runs in one process: start it without torchrun")

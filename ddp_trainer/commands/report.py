@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import parse_options, print_help, program, split_paths, wants_help
+from ddp_trainer.commands.options import parse_options, split_paths
 from ddp_trainer.config.errors import require
 from ddp_trainer.report.page import write_report
 
@@ -30,11 +30,9 @@ class ReportOptions:
 
 def main(words: Sequence[str]) -> None:
     """Write the report and print its path; exit with 2 for wrong input, with 1 for any other failure."""
-    if wants_help(words):
-        print_help(f"{program()} report RUN_DIR [RUN_DIR …] [option=value …]", __doc__ or "", ReportOptions)
-        return
+    usage = "report RUN_DIR [RUN_DIR …] [option=value …]"
     with errors_as_exit_codes():
-        options, rest = parse_options(ReportOptions, words)
+        options, rest = parse_options(ReportOptions, words, usage=usage, description=__doc__)
         paths, unknown = split_paths(rest)
         unknown += [path for path in paths if path.startswith("-")]
         names = ", ".join(field.name for field in fields(ReportOptions))
