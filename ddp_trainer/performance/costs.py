@@ -48,7 +48,7 @@ def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_
         case SyncConfig(single_process=True):
             return 0.0
         case DDPConfig():
-            size = sum(wire_bytes(config, shape) for shape in shapes)
+            size = sum(ddp_bytes(config, shape) for shape in shapes)
         case LocalSGDConfig(every_steps=steps):
             size *= (1 + num_state_tensors) / steps
         case AllReduceConfig() | RingConfig() | ParameterServerConfig():  # to a server: pushed, and pulled from it
@@ -58,27 +58,21 @@ def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_
     return 2 * (world_size - 1) / world_size * size
 
 
-def wire_bytes(config: DDPConfig, shape: Shape) -> float:
-    """Return the number of bytes that DDP all-reduces for a float32 gradient of `shape`."""
+def ddp_bytes(config: DDPConfig, shape: Shape) -> float:
+    """Return the number of bytes that DDP all-reduces for a float32 gradient of `shape`.
+
+    Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727): a matrix is sent as two factors. torch
+    sends factors only where they have less than half of the elements.
+    """
     match config.comm_hook:
         case CommHook.none:
             return 4.0 * math.prod(shape)
         case CommHook.fp16 | CommHook.bf16:
             return 2.0 * math.prod(shape)
         case CommHook.powersgd:
-            return 4.0 * powersgd_elements(shape, config.powersgd_rank)
-
-
-def powersgd_elements(shape: Shape, rank: int) -> int:
-    """Return the number of elements that PowerSGD sends for a gradient of `shape`: two factors, or the gradient itself.
-
-    Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727); torch sends factors only where they have
-    less than half of the elements.
-    """
-    rows, columns = shape[0], math.prod(shape[1:])
-    rank = min(rows, columns, rank)
-    compresses = len(shape) > 1 and (rows + columns) * rank * 2 < rows * columns
-    return (rows + columns) * rank if compresses else rows * columns
+            rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
+            factors = (rows + columns) * min(rows, columns, config.powersgd_rank)
+            return 4.0 * (factors if 2 * factors < rows * columns else rows * columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,10 +138,8 @@ def exposed_seconds(strategy: str, compute: Compute, network: Network, world_siz
             return all_reduce + more_messages + num_gradients * network.per_collective
         case AllReduceConfig() | RingConfig():
             return compute.copy + all_reduce
-        case ParameterServerConfig(num_servers=1):  # all gradients of each other rank pass its link one by one
+        case _:  # one parameter server: all gradients of each other rank pass its link one by one
             return 2 * (network.latency + (world_size - 1) * compute.size / network.bandwidth)
-        case _:
-            raise ValueError(f"there is no model of {strategy}")
 
 
 def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:
@@ -171,7 +163,7 @@ def buckets(config: DDPConfig, compute: Compute) -> list[tuple[float, float]]:
     size, sent, cap = 0.0, 0.0, config.cap_mb(compute.size) * 2**20
     for ready, shape in sorted(zip(compute.ready, compute.shapes, strict=True), key=itemgetter(0)):
         size += 4.0 * math.prod(shape)
-        sent += wire_bytes(config, shape)
+        sent += ddp_bytes(config, shape)
         if size >= cap:
             result.append((sent, ready))
             size, sent = 0.0, 0.0

@@ -26,14 +26,12 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "between steps")
 """The phases in which a rank does not wait for others."""
 
 
-class HostTime(NamedTuple):
-    """The clock of the host, and the time for which the thread has been on a processor, in seconds."""
+class Instant(NamedTuple):
+    """The clock of the host, the time for which the thread has been on a processor, and on a GPU the stream's event."""
 
     clock: float
     on_processor: float
-
-
-Instant = HostTime | torch.cuda.Event
+    event: torch.cuda.Event | None
 
 
 class StepTimer:
@@ -56,7 +54,7 @@ class StepTimer:
 
     def restart(self) -> None:
         """Begin a window. Its steps have been counted by `own_times`, or are not to be."""
-        self.began, self.steps = time.perf_counter(), 0
+        self.steps = 0
         self.begins: list[tuple[str, Instant]] = [("between steps", self._now())]
         self.ready: Instant | None = None
 
@@ -99,16 +97,15 @@ class StepTimer:
         On a GPU this waits for the device.
         """
         self.enter("between steps")
-        if isinstance(end := self.begins[-1][1], torch.cuda.Event):
-            end.synchronize()
-        seconds, spent = time.perf_counter() - self.began, dict.fromkeys(PHASES.values(), 0.0)
+        spent = dict.fromkeys(PHASES.values(), 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):
             spent[PHASES[phase]] += elapsed(start, end)
+        seconds = time.perf_counter() - self.begins[0][1].clock
         self.rates.append(self.steps * images_per_step / seconds)
         tags = {"throughput/images_per_second": self.rates[-1], "time/step_ms": 1e3 * seconds / self.steps}
-        for name in dict.fromkeys(PHASES.values()):
-            tags[f"time/{name}_ms"] = 1e3 * spent[name] / self.steps
-            tags[f"time/{name}_fraction"] = spent[name] / seconds
+        for name, phase_seconds in spent.items():
+            tags[f"time/{name}_ms"] = 1e3 * phase_seconds / self.steps
+            tags[f"time/{name}_fraction"] = phase_seconds / seconds
         self.restart()
         return tags
 
@@ -117,28 +114,23 @@ class StepTimer:
         return statistics.median(self.rates) if self.rates else None
 
     def _now(self) -> Instant:
-        if not self.is_cuda:
-            return HostTime(time.perf_counter(), time.thread_time())
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        event = torch.cuda.Event(enable_timing=True) if self.is_cuda else None
+        if event is not None:
+            event.record()
+        return Instant(time.perf_counter(), time.thread_time(), event)
 
     def _gradients_ready(self, _parameter: Tensor) -> None:
         self.ready = self._now()
 
 
 def elapsed(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end`; waits for the device if they are its events."""
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    assert isinstance(end, HostTime)
-    return end.clock - start.clock
+    """Return the seconds from `start` to `end`, on a GPU those of the device, for which this waits."""
+    if start.event is None or end.event is None:
+        return end.clock - start.clock
+    end.event.synchronize()
+    return start.event.elapsed_time(end.event) / 1e3
 
 
 def off_processor(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end` in which the thread was on no processor; 0 for events of a GPU."""
-    if isinstance(start, HostTime) and isinstance(end, HostTime):
-        return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor))
-    return 0.0
+    """Return the seconds from `start` to `end` in which the thread was on no processor; 0 on a GPU."""
+    return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor)) if start.event is None else 0.0

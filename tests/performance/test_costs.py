@@ -24,8 +24,8 @@ from ddp_trainer.performance.costs import (
     Network,
     Shape,
     buckets,
+    ddp_bytes,
     exposed_seconds,
-    powersgd_elements,
     predict,
     sent_bytes,
     smallest_hiding_batch,
@@ -71,11 +71,20 @@ def test_the_bytes_that_a_strategy_sends(config: SyncConfig, ranks: int, expecte
     assert sent == (None if expected is None else pytest.approx(expected))
 
 
-def test_powersgd_sends_factors_where_they_are_at_most_half_of_the_gradient() -> None:
-    assert powersgd_elements((64, 32, 3, 3), 2) == (64 + 288) * 2
-    assert powersgd_elements((64,), 2) == 64
-    assert powersgd_elements((10, 64), 4) == 296
-    assert powersgd_elements((10, 64), 5) == 640  # twice 370 is more than 640
+@pytest.mark.parametrize(
+    ("shape", "rank", "elements"),
+    [
+        ((64, 32, 3, 3), 2, (64 + 288) * 2),
+        ((64,), 2, 64),
+        ((10, 64), 4, 296),
+        ((10, 64), 5, 640),  # twice 370 is more than 640
+        ((), 2, 1),
+    ],
+)
+def test_powersgd_sends_factors_where_they_are_at_most_half_of_the_gradient(
+    shape: Shape, rank: int, elements: int
+) -> None:
+    assert ddp_bytes(DDPConfig(comm_hook=CommHook.powersgd, powersgd_rank=rank), shape) == 4 * elements
 
 
 def with_share(batch: int) -> Compute:
