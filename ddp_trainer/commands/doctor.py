@@ -27,13 +27,7 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes, run_command
 from ddp_trainer.commands.options import wants_help
 from ddp_trainer.config.errors import POSITIVE, USER_ERROR, require
 from ddp_trainer.config.schema import Config
-from ddp_trainer.distributed.environment import (
-    Environment,
-    installed_versions,
-    interface_towards,
-    read_environment,
-    usable_cores,
-)
+from ddp_trainer.distributed.environment import installed_versions, interface_towards, read_environment, usable_cores
 from ddp_trainer.distributed.process_group import World, process_group
 from ddp_trainer.distributed.stack_exchange import stacks_of
 from ddp_trainer.launch.node_check import SLOW
@@ -73,14 +67,13 @@ def main(words: Sequence[str]) -> None:
             require(len(words) == 1, "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …")
             print(stacks_of(Path(words[0])), end="")
         return
-    run_command(doctor, DoctorOptions, words, description=__doc__ or "")
+    run_command(doctor, DoctorOptions, words, description=__doc__)
 
 
 def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
     """Print the findings on rank 0, and exit with 2 on all ranks if one is an error. Collective."""
-    environment = read_environment()
-    with process_group(environment, **config.process_group) as world:
-        findings = examine(world, environment, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
+    with process_group(read_environment(), **config.process_group) as world:
+        findings = examine(world, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
     errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
     if world.is_main:
         for name, value, advice, is_error in findings:
@@ -91,13 +84,11 @@ def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
         sys.exit(USER_ERROR)
 
 
-def examine(world: World, environment: Environment, *, run_dir: Path, size_mb: int) -> list[Finding]:
+def examine(world: World, *, run_dir: Path, size_mb: int) -> list[Finding]:
     """Return the findings, the same on every rank. Collective: every rank must call this."""
     network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
-    fitness = fitness_findings(world)
-    world.all_reduce(torch.zeros(1, device=world.device)).item()  # so that all ranks read their clocks at once
-    now, host = time.time(), socket.gethostname()
-    ranks = world.all_gather_object((host, now, host_findings(environment, world.num_threads)))
+    fitness = fitness_findings(world)  # all ranks end it at once, and then read their clocks
+    ranks = world.all_gather_object((socket.gethostname(), time.time(), host_findings(world)))
     nodes = {host: [Finding(*finding) for finding in findings] for host, _, findings in reversed(ranks)}
     where = f"{plural(len(nodes), 'node')}, {world.backend} on {world.device.type}"
     findings = [
@@ -111,10 +102,10 @@ def examine(world: World, environment: Environment, *, run_dir: Path, size_mb: i
     return [Finding(*finding) for finding in world.broadcast_object(findings)]
 
 
-def host_findings(environment: Environment, num_threads: int) -> list[Finding]:
+def host_findings(world: World) -> list[Finding]:
     """Return the findings about the host of this rank."""
-    cores, ranks = plural(usable_cores(), "core"), plural(environment.local_world_size, "rank")
-    is_crowded = usable_cores() < environment.local_world_size
+    cores, ranks = plural(usable_cores(), "core"), plural(world.local_world_size, "rank")
+    is_crowded = usable_cores() < world.local_world_size
     meminfo = Path("/proc/meminfo").read_text()  # of the host: a container's limit may be lower
     memory_mb = int(meminfo.partition("MemAvailable:")[2].split()[0]) // 1024
     shm_mb = shutil.disk_usage("/dev/shm").free // MB if os.path.isdir("/dev/shm") else 0
@@ -124,12 +115,12 @@ def host_findings(environment: Environment, num_threads: int) -> list[Finding]:
     return [
         Finding("versions", ", ".join(" ".join(item) for item in installed_versions().items())),
         Finding("GPU, driver", f"{gpus} × {torch.cuda.get_device_name(0)}, {versions}" if gpus else "none"),
-        Finding("cores", f"{cores} for {ranks} of {plural(num_threads, 'thread')}",
+        Finding("cores", f"{cores} for {ranks} of {plural(world.num_threads, 'thread')}",
                 f"{ranks} wait for each other on {cores}: start at most one rank per core" if is_crowded else ""),
         Finding("memory", f"{memory_mb / 1024:.1f} GB available",
                 f"less than {RANK_MB} MB of memory left: start fewer ranks" if memory_mb < RANK_MB else ""),
         Finding("/dev/shm", f"{shm_mb:,} MB"),
-        Finding("interface to rank 0", interface_towards(environment.master_addr) or "unknown"),
+        Finding("interface to rank 0", interface_towards(read_environment().master_addr) or "unknown"),
     ]  # fmt: skip
 
 
@@ -177,23 +168,17 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
 
 def fitness_findings(world: World) -> list[Finding]:
     """Return how fast the ranks compute and move memory, all at the same time. Collective."""
-    world.all_reduce(torch.zeros(1, device=world.device)).item()  # so that all ranks begin at once
-    own = (socket.gethostname(), measure_fitness(world.device, num_threads=world.num_threads))
-    ranks = world.all_gather_object(own)
+    ranks = world.all_gather_object(
+        (socket.gethostname(), measure_fitness(world.device, num_threads=world.num_threads))
+    )
     findings = []
     for name, unit in UNITS.items():
-        rates = sorted((rates[name], rank) for rank, (_, rates) in enumerate(ranks))
-        low, rank = rates[0]
-        value = (
-            f"{low:,.1f} {unit} (rank {rank}) to {rates[-1][0]:,.1f} {unit}" if len(ranks) > 1 else f"{low:,.1f} {unit}"
-        )
-        share = low / statistics.median(rate for rate, _ in rates[1:]) if len(ranks) > 1 else 1.0
-        advice = (
-            f"rank {rank} on {ranks[rank][0]} reaches {100 * share:.0f} % of the median of the others in its {name}"
-        )
-        findings.append(
-            Finding(name, value, f"{advice}: something else runs there, or it is too hot" if share < SLOW else "")
-        )
+        (low, rank, host), *others = sorted((rates[name], rank, host) for rank, (host, rates) in enumerate(ranks))
+        value = f"{low:,.1f} {unit}" + (f" (rank {rank}) to {others[-1][0]:,.1f} {unit}" if others else "")
+        share = low / statistics.median([rate for rate, *_ in others] or [low])
+        advice = f"rank {rank} on {host} reaches {100 * share:.0f} % of the median of the others in its {name}"
+        fix = "something else runs there, or it is too hot"
+        findings.append(Finding(name, value, f"{advice}: {fix}" if share < SLOW else ""))
     return findings
 
 

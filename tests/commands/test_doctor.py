@@ -6,7 +6,6 @@ import pytest
 from conftest import compose, in_process_group, launch, on_ranks
 
 from ddp_trainer.commands.doctor import Finding, clock_finding, examine, merge
-from ddp_trainer.distributed.environment import read_environment
 
 
 def test_a_single_process_is_ready(tmp_path: Path) -> None:
@@ -18,7 +17,7 @@ def test_a_single_process_is_ready(tmp_path: Path) -> None:
 
 def examined(folder: str) -> list[Finding]:
     with in_process_group(compose(f"output_dir={folder}")) as world:
-        return examine(world, read_environment(), run_dir=Path(folder), size_mb=1)
+        return examine(world, run_dir=Path(folder), size_mb=1)
 
 
 def test_ranks_come_to_the_same_findings(tmp_path: Path) -> None:
