@@ -6,6 +6,7 @@ Every strategy that can run here takes part, those of plug-ins included. Prints 
 benchmark.png to <output_dir>/benchmark-<name>.
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from rich.table import Table
 
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import run_command
-from ddp_trainer.commands.results import print_table, write_json
-from ddp_trainer.config.errors import POSITIVE, TransientError, require
+from ddp_trainer.commands.results import print_table, writing
+from ddp_trainer.config.errors import POSITIVE, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.memory import disable_gc
@@ -56,7 +57,7 @@ class BenchmarkOptions:
 
 def main(words: Sequence[str]) -> None:
     """Measure and report; exit with 2 for wrong input, with 1 for any other failure."""
-    run_command(benchmark, BenchmarkOptions, words, description=__doc__ or "")
+    run_command(benchmark, BenchmarkOptions, words, description=__doc__)
 
 
 def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
@@ -72,7 +73,8 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
         for reason in dict.fromkeys(result["left_out"].values()):
             print(f"left out: {reason}")
         path = run_dir.with_name(f"benchmark-{run_dir.name}") / "benchmark.json"
-        write_json(path, result)
+        with writing(path):
+            path.write_text(json.dumps(result, indent=1) + "\n")
         draw(result, path.with_suffix(".png"))
 
 
@@ -127,8 +129,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
         f"{about['model']} on {about['data']}, {about['world_size']} ranks of {about['threads_per_rank']} thread(s), "
         f"{about['backend']}, {about['precision']}, global batch {about['global_batch_size']}"
     )
-    try:
+    with writing(path):
         figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise TransientError(f"{path} was not written: {error.strerror}") from error
-    print(f"wrote {path}")

@@ -9,6 +9,7 @@ forward and backward take as long as the all-reduce, so that they can hide it. P
 <output_dir>/plan-<name>.
 """
 
+import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import run_command
-from ddp_trainer.commands.results import print_table, write_json
+from ddp_trainer.commands.results import print_table, writing
 from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
@@ -64,7 +65,7 @@ class PlanOptions:
 
 def main(words: Sequence[str]) -> None:
     """Measure, predict and report; exit with 2 for wrong input, with 1 for any other failure."""
-    run_command(plan, PlanOptions, words, description=__doc__ or "")
+    run_command(plan, PlanOptions, words, description=__doc__)
 
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
@@ -81,10 +82,12 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
         f"global_batch_size={config.global_batch_size} must be at least {fewest}, 2 images per rank",
     )
     with disable_gc():
-        from ddp_trainer.commands.calibration import calibrate  # imports torch
+        from ddp_trainer.commands.step_benchmark import measure_compute, measure_network  # imports torch
         from ddp_trainer.training.start import start
     with ExitStack() as stack:
-        compute, network = calibrate(start(config, environment, stack), network=given, steps=options.steps)
+        begun = start(config, environment, stack)
+        compute = measure_compute(begun, steps=options.steps)
+        network = given or measure_network(compute, begun.world)
     if environment.rank == 0:
         report(config.model.name, compute, network, options.counts, run_dir.with_name(f"plan-{run_dir.name}"))
 
@@ -118,4 +121,5 @@ def report(model: str, compute: Compute, network: Network, counts: list[int], fo
     unknown = [name for name, choice in choices if name not in known and not choice.schema.single_process]
     print(f"not predicted: sync={', '.join(unknown)}")
     content = {"compute": asdict(compute), "network": asdict(network), "predictions": predictions}
-    write_json(folder / "plan.json", content)
+    with writing(path := folder / "plan.json"):
+        path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,9 +1,9 @@
-"""The results of benchmark and plan: a table on the console, and numbers as JSON."""
+"""The results of benchmark and plan: a table on the console, and files."""
 
-import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,11 +18,12 @@ def print_table(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`; TransientError if that fails."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Create the folder of `path`, which is written inside the context; TransientError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        yield
     except OSError as error:
         raise TransientError(f"{path} was not written: {error.strerror}") from error
     print(f"wrote {path}")

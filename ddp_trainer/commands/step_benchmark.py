@@ -1,7 +1,9 @@
-"""Training steps to be measured, of one strategy or of all side by side: the step that training uses, and its data."""
+"""The measurements of benchmark and plan: the steps of all strategies, those of a rank alone, and messages."""
 
+import gc
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,22 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.sync import ParameterServerConfig, ReplicasConfig, SyncConfig
+from ddp_trainer.config.sync import DDPConfig, NoSyncConfig, ParameterServerConfig, ReplicasConfig, SyncConfig
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.performance.costs import VARIANTS, sent_bytes
+from ddp_trainer.performance.costs import VARIANTS, Compute, Network, sent_bytes
 from ddp_trainer.performance.step_timer import PHASES, StepTimer
+from ddp_trainer.performance.timing import median_seconds, synchronize
+from ddp_trainer.sync.base import flatten, unflatten
+from ddp_trainer.sync.ddp import DDPSync
 from ddp_trainer.training.run import build_step
 from ddp_trainer.training.start import Start
 from ddp_trainer.training.step import TrainStep
 
 WARMUP_STEPS = 3
 """At least so many steps are not measured: DDP rebuilds its buckets after the first, PowerSGD begins at the third."""
+MIN_ELEMENTS = 2**20
+"""Of the message that measures bandwidth: a smaller one, such as LeNet's gradients, measures latency again."""
 
 
 @dataclass(kw_only=True)
@@ -59,6 +67,11 @@ class StepRun:
             yield from self.timer.timed(self.loaders.train)
 
 
+def median_tags(windows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each tag of the timer over several windows."""
+    return {tag: statistics.median(tags[tag] for tags in windows) for tag in windows[0]}
+
+
 def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
     """Return the step of `begun`, ready for its first batch; `loaders` may be shared with other steps."""
     timer, step = build_step(begun)
@@ -83,9 +96,7 @@ class StrategyRun:
     """With its config, and the ranks that train: all, or rank 0 alone."""
     run: StepRun | None
     rounds: list[dict[str, float]] = field(default_factory=list)
-    """The timer's tags."""
-    sent: list[float] = field(default_factory=list)
-    """Bytes per rank and step that left through the network interfaces, by round."""
+    """What `measure` has returned."""
 
 
 def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence[str] | None) -> dict[str, Any] | None:
@@ -100,10 +111,10 @@ def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence
         raise ConfigError(next(iter(left_out.values())))
     for run in runs:
         measure(run, begun.world, steps=max(steps, WARMUP_STEPS))
-        run.rounds, run.sent = [], []
     for number in range(rounds):
         for index in range(len(runs)):
-            measure(runs[(number + index) % len(runs)], begun.world, steps=steps)
+            run = runs[(number + index) % len(runs)]
+            run.rounds.append(measure(run, begun.world, steps=steps))
     if not begun.world.is_main:
         return None
     return {"about": about(begun), "rows": [to_row(run, base=runs[0]) for run in runs], "left_out": left_out}
@@ -146,16 +157,20 @@ def build_strategy_run(name: str, sync: SyncConfig, begun: Start, loaders: Calla
     return StrategyRun(name=name, begun=begun, run=run)
 
 
-def measure(subject: StrategyRun, world: World, *, steps: int) -> None:
-    """Take `steps` optimizer steps of one strategy, begun on all ranks at once. Collective."""
+def measure(subject: StrategyRun, world: World, *, steps: int) -> dict[str, float]:
+    """Take `steps` optimizer steps of one strategy, begun on all ranks at once. Collective.
+
+    Returns the timer's tags, on ranks that take part, and the bytes per rank and step that left through the network
+    interfaces.
+    """
     world.all_gather_object(None)
-    before = count_sent_bytes()
+    tags, before = {}, count_sent_bytes()
     if subject.run is not None:
         torch.set_num_threads(subject.begun.world.num_threads)
-        subject.rounds.append(subject.run.take_steps(steps))
+        tags = subject.run.take_steps(steps)
         torch.set_num_threads(world.num_threads)
     by_rank = world.all_gather_object(count_sent_bytes() - before if world.local_rank == 0 else 0)
-    subject.sent.append(sum(by_rank) / world.world_size / steps)
+    return tags | {"sent_bytes": sum(by_rank) / world.world_size / steps}
 
 
 def count_sent_bytes() -> int:
@@ -172,7 +187,7 @@ def to_row(subject: StrategyRun, *, base: StrategyRun) -> dict[str, Any]:
     slots = sum(torch.is_tensor(value) and value.shape == shapes[0] for value in state)
     size, sync = subject.begun.world.world_size, subject.begun.config.sync
     expected = sent_bytes(sync, shapes, world_size=size, num_state_tensors=slots)
-    medians = {tag: statistics.median(tags[tag] for tags in subject.rounds) for tag in subject.rounds[0]}
+    medians = median_tags(subject.rounds)
     pairs = zip(subject.rounds, base.rounds, strict=True)
     ratios = [tags["time/step_ms"] / of_base["time/step_ms"] for tags, of_base in pairs]
     return {
@@ -184,7 +199,7 @@ def to_row(subject: StrategyRun, *, base: StrategyRun) -> dict[str, Any]:
         "relative": statistics.median(ratios),
         "relative_min": min(ratios),
         "relative_max": max(ratios),
-        "sent_bytes": statistics.median(subject.sent),
+        "sent_bytes": medians["sent_bytes"],
         "expected_sent_bytes": expected,
     }
 
@@ -199,3 +214,85 @@ def about(begun: Start) -> dict[str, Any]:
         "backend": world.backend, "torch": torch.__version__, "threads_per_rank": world.num_threads,
         "config": to_builtins(config),
     }  # fmt: skip
+
+
+# --- a rank alone, and messages -----------------------------------------------------------------
+
+
+def measure_compute(begun: Start, *, steps: int) -> Compute:
+    """Return the times of a rank's share of the batch, and of half of it for the time per image. Collective."""
+    alone, share = without_other_ranks(begun.world), begun.config.global_batch_size // begun.world.world_size
+    configs = [replace(begun.config, sync=NoSyncConfig(), global_batch_size=batch) for batch in (share, share // 2)]
+    run, smaller = (build_step_run(replace(begun, config=config, world=alone)) for config in configs)
+    # Medians over three windows, after one to warm up.
+    tags, fewer = (median_tags([subject.take_steps(steps) for _ in range(4)][1:]) for subject in (run, smaller))
+    seconds, gradients = compute_seconds(tags), [torch.ones_like(parameter) for parameter in run.parameters]
+    return Compute(
+        batch=share,
+        shapes=[tuple(parameter.shape) for parameter in run.parameters],
+        forward_backward=seconds,
+        per_image=(seconds - compute_seconds(fewer)) / (share - share // 2),
+        other=tags["time/step_ms"] / 1e3 - seconds,
+        ready=ready_times(run, steps=steps, forward_backward=seconds),
+        copy=median_seconds(lambda: unflatten(flatten(gradients), gradients), alone.device),
+        ddp_overhead=measure_ddp_overhead(run, steps=max(2, steps // 3)),
+    )
+
+
+def compute_seconds(tags: dict[str, float]) -> float:
+    """Return the seconds of forward and backward, in which a rank alone has no communication."""
+    return (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
+
+
+def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
+    """Return how many seconds forward and backward take longer inside DDP on one rank, by hook. Collective."""
+    group, _ = dist.new_subgroups(group_size=1)
+    step, bare = run.step, (run.step.sync, run.step.replica)
+    configs = [config for config in VARIANTS.values() if isinstance(config, DDPConfig)]
+    longer: dict[str, list[float]] = {config.comm_hook.name: [] for config in configs}
+    for _ in range(3):
+        seconds = compute_seconds(run.take_steps(steps))
+        for config in configs:
+            step.sync = DDPSync(config, step.world, group=group)
+            step.replica = step.sync.wrap(step.model)
+            run.take_steps(WARMUP_STEPS)
+            longer[config.comm_hook.name].append(compute_seconds(run.take_steps(steps)) - seconds)
+            step.sync, step.replica = bare
+            gc.collect()  # the DDP module, which is in reference cycles, and its hooks
+    dist.destroy_process_group(group)
+    return {hook: max(0.0, statistics.median(differences)) for hook, differences in longer.items()}
+
+
+def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[float]:
+    """Return when the gradient of each parameter is ready, the last of them after `forward_backward` seconds."""
+    began: list[float] = []
+    times: list[list[float]] = [[] for _ in run.parameters]
+
+    def now() -> float:
+        synchronize(run.step.world.device)
+        return time.perf_counter()
+
+    handles = [run.step.model.register_forward_pre_hook(lambda *_: began.append(now()))]
+    for parameter, seconds in zip(run.parameters, times, strict=True):
+        hook = parameter.register_post_accumulate_grad_hook(lambda _, s=seconds: s.append(now() - began[-1]))
+        handles.append(hook)
+    run.take_steps(steps)
+    for handle in handles:
+        handle.remove()
+    medians = [statistics.median(seconds) for seconds in times]
+    return [median * forward_backward / max(medians) for median in medians]
+
+
+def measure_network(compute: Compute, world: World) -> Network:
+    """Return the cost of messages in this process group. Collective: every rank must call this."""
+    device, world_size = world.device, world.world_size
+    large = torch.zeros(max(MIN_ELEMENTS, int(compute.size / 4)), device=device)
+    gradients = [torch.zeros(shape, device=device) for shape in compute.shapes]
+    latency, seconds = (
+        median_seconds(lambda message=message: world.all_reduce(message), device) / (2 * (world_size - 1))
+        for message in (large[:1], large)
+    )
+    network = Network(latency=latency, bandwidth=large.nbytes / world_size / max(1e-9, seconds - latency))
+    expected = sum(network.all_reduce(gradient.nbytes, world_size) for gradient in gradients)
+    one_by_one = median_seconds(lambda: [world.all_reduce(gradient) for gradient in gradients], device, times=5)
+    return replace(network, per_collective=max(0.0, one_by_one - expected) / len(gradients))
