@@ -4,8 +4,9 @@ import gc
 import platform
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.schema import Config
 from ddp_trainer.config.sync import DDPConfig, NoSyncConfig, ParameterServerConfig, ReplicasConfig, SyncConfig
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.process_group import World
@@ -30,6 +32,8 @@ from ddp_trainer.training.run import build_step
 from ddp_trainer.training.start import Start
 from ddp_trainer.training.step import TrainStep
 
+Tags = dict[str, float]
+"""The tags of a `StepTimer`'s window."""
 WARMUP_STEPS = 3
 """At least so many steps are not measured: DDP rebuilds its buckets after the first, PowerSGD begins at the third."""
 MIN_ELEMENTS = 2**20
@@ -38,8 +42,9 @@ MIN_ELEMENTS = 2**20
 
 @dataclass(kw_only=True)
 class StepRun:
-    """A training step with its timer and its batches."""
+    """A training step with its config, its timer and its batches."""
 
+    config: Config
     step: TrainStep
     timer: StepTimer
     loaders: Loaders
@@ -49,7 +54,7 @@ class StepRun:
         """The parameters that need a gradient."""
         return [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
 
-    def take_steps(self, count: int) -> dict[str, float]:
+    def take_steps(self, count: int) -> Tags:
         """Take `count` optimizer steps and return the timer's tags."""
         self.step.begin_training()
         self.timer.restart()
@@ -67,7 +72,7 @@ class StepRun:
             yield from self.timer.timed(self.loaders.train)
 
 
-def median_tags(windows: Sequence[dict[str, float]]) -> dict[str, float]:
+def median_tags(windows: Sequence[Tags]) -> Tags:
     """Return the median of each tag of the timer over several windows."""
     return {tag: statistics.median(tags[tag] for tags in windows) for tag in windows[0]}
 
@@ -76,7 +81,7 @@ def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
     """Return the step of `begun`, ready for its first batch; `loaders` may be shared with other steps."""
     timer, step = build_step(begun)
     step.sync.begin()
-    return StepRun(step=step, timer=timer, loaders=loaders or begun.build_loaders())
+    return StepRun(config=begun.config, step=step, timer=timer, loaders=loaders or begun.build_loaders())
 
 
 def without_other_ranks(world: World) -> World:
@@ -87,48 +92,40 @@ def without_other_ranks(world: World) -> World:
 # --- strategies side by side --------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class StrategyRun:
-    """One strategy: its step, where this rank takes part in it, and the measurements."""
-
-    name: str
-    begun: Start
-    """With its config, and the ranks that train: all, or rank 0 alone."""
-    run: StepRun | None
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    """What `measure` has returned."""
-
-
 def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence[str] | None) -> dict[str, Any] | None:
     """Measure strategies on the model and data of `begun`, and return the result as JSON values on rank 0.
 
     `names` are choices of sync; None stands for all that can run here. Rounds are interleaved, so that a slow minute of
     the machine slows all strategies. Collective; ConfigError on all ranks if one of `names` cannot run here.
     """
-    runs, left_out = build_strategy_runs(begun, names)
+    runs, left_out = build_strategies(begun, names)
     if names is not None and left_out:
         runs.clear()  # a DDP module that is alive at exit may abort the interpreter
         raise ConfigError(next(iter(left_out.values())))
-    for run in runs:
+    for run in runs.values():
         measure(run, begun.world, steps=max(steps, WARMUP_STEPS))
-    for number in range(rounds):
-        for index in range(len(runs)):
-            run = runs[(number + index) % len(runs)]
-            run.rounds.append(measure(run, begun.world, steps=steps))
+    windows: dict[str, list[Tags]] = {name: [] for name in runs}
+    order = deque(runs)
+    for _ in range(rounds):
+        for name in order:
+            windows[name].append(measure(runs[name], begun.world, steps=steps))
+        order.rotate(-1)
     if not begun.world.is_main:
         return None
-    return {"about": about(begun), "rows": [to_row(run, base=runs[0]) for run in runs], "left_out": left_out}
+    base = next(iter(windows.values()))
+    rows = [to_row(name, run, windows=windows[name], base=base) for name, run in runs.items() if run is not None]
+    return {"about": about(begun), "rows": rows, "left_out": left_out}
 
 
-def build_strategy_runs(begun: Start, names: Sequence[str] | None) -> tuple[list[StrategyRun], dict[str, str]]:
-    """Return the strategies that can run here, and for each of the others the reason. Collective."""
-    runs: list[StrategyRun] = []
+def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[str, StepRun | None], dict[str, str]]:
+    """Return the strategies that run here (None where only rank 0 takes part), and why others cannot. Collective."""
+    runs: dict[str, StepRun | None] = {}
     left_out: dict[str, str] = {}
     loaders: Callable[[World], Loaders] = cache(lambda world: replace(begun, world=world).build_loaders())
     for name in [name for name in registry.choices("sync") if names is None or name in names]:
         for variant, sync in variants(name, begun.world).items():
             try:
-                runs.append(build_strategy_run(variant, sync, begun, loaders))
+                runs[variant] = build_strategy_run(sync, begun, loaders)
             except ConfigError as error:
                 left_out[variant] = str(error)
     return runs, left_out
@@ -145,29 +142,24 @@ def variants(name: str, world: World) -> dict[str, SyncConfig]:
     return known or {name: registry.choices("sync")[name].schema()}
 
 
-def build_strategy_run(name: str, sync: SyncConfig, begun: Start, loaders: Callable[[World], Loaders]) -> StrategyRun:
-    """Return one strategy with its step, on rank 0 alone if it is for a single process. Collective."""
+def build_strategy_run(sync: SyncConfig, begun: Start, loaders: Callable[[World], Loaders]) -> StepRun | None:
+    """Return the step of a strategy where this rank takes part in it. Collective."""
     all_ranks = begun.world
     alone = replace(without_other_ranks(all_ranks), num_threads=all_ranks.num_threads * all_ranks.local_world_size)
     world = alone if sync.single_process else all_ranks
     begun = replace(begun, config=replace(begun.config, sync=sync), world=world)
     begun.config.check_world_size(world.world_size)
     takes_part = all_ranks.is_main or not sync.single_process
-    run = all_ranks.raise_on_any_rank(lambda: build_step_run(begun, loaders(world)) if takes_part else None)
-    return StrategyRun(name=name, begun=begun, run=run)
+    return all_ranks.raise_on_any_rank(lambda: build_step_run(begun, loaders(world)) if takes_part else None)
 
 
-def measure(subject: StrategyRun, world: World, *, steps: int) -> dict[str, float]:
-    """Take `steps` optimizer steps of one strategy, begun on all ranks at once. Collective.
-
-    Returns the timer's tags, on ranks that take part, and the bytes per rank and step that left through the network
-    interfaces.
-    """
+def measure(run: StepRun | None, world: World, *, steps: int) -> Tags:
+    """Take `steps` steps on all ranks at once; return the tags and the bytes sent per rank and step. Collective."""
     world.all_gather_object(None)
     tags, before = {}, count_sent_bytes()
-    if subject.run is not None:
-        torch.set_num_threads(subject.begun.world.num_threads)
-        tags = subject.run.take_steps(steps)
+    if run is not None:
+        torch.set_num_threads(run.step.world.num_threads)
+        tags = run.take_steps(steps)
         torch.set_num_threads(world.num_threads)
     by_rank = world.all_gather_object(count_sent_bytes() - before if world.local_rank == 0 else 0)
     return tags | {"sent_bytes": sum(by_rank) / world.world_size / steps}
@@ -179,28 +171,24 @@ def count_sent_bytes() -> int:
     return sum(int(line.split(":")[1].split()[8]) for line in path.read_text().splitlines()[2:]) if path.exists() else 0
 
 
-def to_row(subject: StrategyRun, *, base: StrategyRun) -> dict[str, Any]:
+def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) -> dict[str, Any]:
     """Return the result of one strategy: medians over rounds, and the ratio of step times to `base` in each round."""
-    assert subject.run is not None
-    shapes = [tuple(parameter.shape) for parameter in subject.run.parameters]
-    state = subject.run.step.optimizer.state.get(subject.run.parameters[0], {}).values()
+    shapes, size = [tuple(parameter.shape) for parameter in run.parameters], run.step.world.world_size
+    state = run.step.optimizer.state.get(run.parameters[0], {}).values()
     slots = sum(torch.is_tensor(value) and value.shape == shapes[0] for value in state)
-    size, sync = subject.begun.world.world_size, subject.begun.config.sync
-    expected = sent_bytes(sync, shapes, world_size=size, num_state_tensors=slots)
-    medians = median_tags(subject.rounds)
-    pairs = zip(subject.rounds, base.rounds, strict=True)
+    medians, pairs = median_tags(windows), zip(windows, base, strict=True)
     ratios = [tags["time/step_ms"] / of_base["time/step_ms"] for tags, of_base in pairs]
     return {
-        "name": subject.name,
+        "name": name,
         "images_per_second": medians["throughput/images_per_second"],
-        "images_per_second_by_round": [tags["throughput/images_per_second"] for tags in subject.rounds],
+        "images_per_second_by_round": [tags["throughput/images_per_second"] for tags in windows],
         "step_ms": medians["time/step_ms"],
         "phases_ms": {name: medians[f"time/{name}_ms"] for name in PHASES.values()},
         "relative": statistics.median(ratios),
         "relative_min": min(ratios),
         "relative_max": max(ratios),
         "sent_bytes": medians["sent_bytes"],
-        "expected_sent_bytes": expected,
+        "expected_sent_bytes": sent_bytes(run.config.sync, shapes, world_size=size, num_state_tensors=slots),
     }
 
 
@@ -239,7 +227,7 @@ def measure_compute(begun: Start, *, steps: int) -> Compute:
     )
 
 
-def compute_seconds(tags: dict[str, float]) -> float:
+def compute_seconds(tags: Tags) -> float:
     """Return the seconds of forward and backward, in which a rank alone has no communication."""
     return (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import TINY, compose, launch, on_ranks
 
 from ddp_trainer import registry
-from ddp_trainer.commands.step_benchmark import build_strategy_runs
+from ddp_trainer.commands.step_benchmark import build_strategies
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.performance.costs import VARIANTS
 from ddp_trainer.training.start import start
@@ -105,8 +105,8 @@ def strategies_in_fp16() -> tuple[list[str], list[str]]:
     """Return the strategies that can run, and those that are left out."""
     with ExitStack() as stack:
         begun = start(compose(*TINY, "precision=fp16"), read_environment(), stack)
-        runs, left_out = build_strategy_runs(begun, ["ddp", "local_sgd", "parameter_server"])
-        names = [run.name for run in runs]
+        runs, left_out = build_strategies(begun, ["ddp", "local_sgd", "parameter_server"])
+        names = list(runs)
         del runs  # no DDP module may outlive the process group
     return names, list(left_out)
 
