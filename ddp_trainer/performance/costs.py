@@ -118,28 +118,25 @@ class Network:
 def predict(strategy: str, compute: Compute, network: Network, world_size: int) -> dict[str, Any]:
     """Return the predicted step of a strategy of `VARIANTS`, in seconds, with `compute.batch` images on each rank.
 
-    Its efficiency is the step of a single rank over this one; 1 is linear scaling.
+    `exposed` is how much longer it takes than that of a single rank. Its efficiency is the step of a single rank over
+    this one; 1 is linear scaling.
     """
-    alone, exposed = compute.forward_backward + compute.other, exposed_seconds(strategy, compute, network, world_size)
-    timing = {"step": alone + exposed, "exposed": exposed, "efficiency": alone / (alone + exposed)}
-    return {"strategy": strategy, "world_size": world_size, **timing}
-
-
-def exposed_seconds(strategy: str, compute: Compute, network: Network, world_size: int) -> float:
-    """Return how much longer a step takes than that of a single rank."""
     all_reduce, num_gradients = network.all_reduce(compute.size, world_size), len(compute.shapes)
     match config := VARIANTS[strategy]:
         case _ if world_size == 1:
-            return 0.0
+            exposed = 0.0
         case DDPConfig():
-            return exposed_by_ddp(config, compute, network, world_size)
+            exposed = exposed_by_ddp(config, compute, network, world_size)
         case AllReduceConfig(bucket=Bucket.parameter):
             more_messages = (num_gradients - 1) * network.all_reduce(0, world_size)
-            return all_reduce + more_messages + num_gradients * network.per_collective
+            exposed = all_reduce + more_messages + num_gradients * network.per_collective
         case AllReduceConfig() | RingConfig():
-            return compute.copy + all_reduce
+            exposed = compute.copy + all_reduce
         case _:  # one parameter server: all gradients of each other rank pass its link one by one
-            return 2 * (network.latency + (world_size - 1) * compute.size / network.bandwidth)
+            exposed = 2 * (network.latency + (world_size - 1) * compute.size / network.bandwidth)
+    alone = compute.forward_backward + compute.other
+    timing = {"step": alone + exposed, "exposed": exposed, "efficiency": alone / (alone + exposed)}
+    return {"strategy": strategy, "world_size": world_size, **timing}
 
 
 def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:

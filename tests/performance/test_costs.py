@@ -25,7 +25,6 @@ from ddp_trainer.performance.costs import (
     Shape,
     buckets,
     ddp_bytes,
-    exposed_seconds,
     predict,
     sent_bytes,
     smallest_hiding_batch,
@@ -110,7 +109,7 @@ def test_strategies_without_overlap_take_as_long_as_their_messages(ranks: int) -
         "allreduce, parameter": ring + 2 * 2 * (ranks - 1) * 1e-4 + 3 * 0.002,  # two messages more
         "parameter_server, 1": 2 * 1e-4 + 2 * (ranks - 1) * SIZE / 125e6,
     }.items():
-        assert exposed_seconds(strategy, COMPUTE, NETWORK, ranks) == pytest.approx(seconds)
+        assert predict(strategy, COMPUTE, NETWORK, ranks)["exposed"] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -153,18 +152,18 @@ def test_buckets_are_those_of_ddp(cap_mb: int, hook: CommHook) -> None:
 def test_only_ddps_messages_after_backward_are_exposed() -> None:
     last = NETWORK.all_reduce(3 * MB, 2)  # the bucket of 4 MiB has arrived long before backward ends
     small = replace(COMPUTE, shapes=[(MB // 4,), (MB // 2,), (MB,)])
-    assert exposed_seconds("ddp", small, NETWORK, 2) == pytest.approx(last)
+    assert predict("ddp", small, NETWORK, 2)["exposed"] == pytest.approx(last)
     slow = replace(NETWORK, bandwidth=1e6)
     together = 4e-4 + 7 * MB / 1e6  # two buckets one after another, the first from 0.5 s on
-    assert exposed_seconds("ddp", small, slow, 2) == pytest.approx(0.5 + together - 0.9)
+    assert predict("ddp", small, slow, 2)["exposed"] == pytest.approx(0.5 + together - 0.9)
     working = replace(small, ddp_overhead=dict.fromkeys(HOOKS, 0.09))
-    assert exposed_seconds("ddp", working, NETWORK, 2) == pytest.approx(0.09 + last)
+    assert predict("ddp", working, NETWORK, 2)["exposed"] == pytest.approx(0.09 + last)
 
 
 def test_powersgd_sends_three_messages_of_factors() -> None:
     square = replace(COMPUTE, shapes=[(512, 512)], ready=[0.9])  # 1 MiB, as two factors of 512 × 2
     three_messages = 2 * (3 * 1e-4 + 4 * 2 * 512 * 2 / 2 / 125e6)
-    assert exposed_seconds("ddp, powersgd", square, NETWORK, 2) == pytest.approx(three_messages)
+    assert predict("ddp, powersgd", square, NETWORK, 2)["exposed"] == pytest.approx(three_messages)
 
 
 def test_the_smallest_hiding_batch_takes_as_long_as_the_all_reduce() -> None:
