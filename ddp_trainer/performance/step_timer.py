@@ -97,10 +97,11 @@ class StepTimer:
         On a GPU this waits for the device.
         """
         self.enter("between steps")
-        spent = dict.fromkeys(PHASES.values(), 0.0)
+        if (event := self.begins[-1][1].event) is not None:
+            event.synchronize()
+        seconds, spent = time.perf_counter() - self.begins[0][1].clock, dict.fromkeys(PHASES.values(), 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):
             spent[PHASES[phase]] += elapsed(start, end)
-        seconds = time.perf_counter() - self.begins[0][1].clock
         self.rates.append(self.steps * images_per_step / seconds)
         tags = {"throughput/images_per_second": self.rates[-1], "time/step_ms": 1e3 * seconds / self.steps}
         for name, phase_seconds in spent.items():
