@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from omegaconf import MISSING
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import ConfigError, flatten_keys, require
+from ddp_trainer.config.errors import ConfigError, flatten_keys, require, rule
 from ddp_trainer.config.schema import Device
 from ddp_trainer.distributed.environment import (
     installed_versions,
@@ -43,13 +43,13 @@ class NodeCheckOptions:
 
     head: str = MISSING
     """Name or address of node 0."""
-    port: int = MISSING
+    port: int = field(default=MISSING, metadata=rule("1 to 65535", lambda port: 0 < port < 2**16))
     """Port for torchrun's store on the head."""
     nnodes: str = MISSING
     """Number of nodes: N, or MIN:MAX for an elastic job."""
     node_rank: int = MISSING
     """Number of this node, from 0."""
-    timeout: float = 20.0
+    timeout: float = field(default=20.0, metadata=rule("greater than 0, and less than a day", lambda s: 0 < s < 86400))
     """How many seconds the nodes wait for each other."""
     rdzv_id: str = "none"
     """torchrun's --rdzv-id."""
@@ -83,8 +83,6 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
         1 <= min_nodes <= max_nodes <= MAX_NODES, f"nnodes={options.nnodes} must be N or MIN:MAX, from 1 to {MAX_NODES}"
     )
     require(0 <= options.node_rank < max_nodes, f"node_rank={options.node_rank} must be 0 to {max_nodes - 1}")
-    require(0 < options.port < 2**16, f"port={options.port} must be 1 to 65535")
-    require(0 < options.timeout < 86400, f"timeout={options.timeout} must be greater than 0, and less than a day")
     job = None if options.job_file is None else read_job(Path(options.job_file))[0]
     config = {} if job is None else flatten_keys(to_builtins(job))
     head = resolve(options.head, timeout=min(10, options.timeout))
@@ -122,14 +120,10 @@ def find_gpu_error(node: NodeInfo) -> ConfigError | None:
     num_gpus = sum(len(list(Path("/dev").glob(name))) for name in ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu"))
     for key, value in (("backend", "nccl"), ("device", "cuda")):
         if node.config.get(key) == value and not num_gpus:
-            return ConfigError(
-                f"{key} in the config needs a GPU and this node has none: use backend=gloo and "
-                "device=cpu, or auto for both"
-            )
+            fix = "use backend=gloo and device=cpu, or auto for both"
+            return ConfigError(f"{key} in the config needs a GPU and this node has none: {fix}")
     size_mb = shutil.disk_usage("/dev/shm").free // 2**20 if Path("/dev/shm").is_dir() else 0
     if num_gpus >= 2 and size_mb < SHM_MB:
-        return ConfigError(
-            f"/dev/shm has {size_mb} MB left and NCCL wants {SHM_MB} between {num_gpus} GPUs: start the "
-            "container with --ipc=host or --shm-size=1g"
-        )
+        fix = "start the container with --ipc=host or --shm-size=1g"
+        return ConfigError(f"/dev/shm has {size_mb} MB left and NCCL wants {SHM_MB} between {num_gpus} GPUs: {fix}")
     return None
