@@ -41,26 +41,10 @@ class PlanOptions:
     """Optimizer steps of a measurement."""
 
     def __post_init__(self) -> None:
-        require(
-            (self.bandwidth_mbit is None) == (self.latency_us is None),
-            "bandwidth_mbit and latency_us must be given together, or neither of them",
-        )
-        require(
-            all(count.isdecimal() and int(count) > 0 for count in self.ranks.split(",")),
-            f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4",
-        )
-
-    @property
-    def counts(self) -> list[int]:
-        """The numbers of ranks, in ascending order."""
-        return sorted({int(count) for count in self.ranks.split(",")})
-
-    @property
-    def network(self) -> Network | None:
-        """The network that is given, if any."""
-        if self.bandwidth_mbit is None or self.latency_us is None:
-            return None
-        return Network(latency=self.latency_us / 1e6, bandwidth=self.bandwidth_mbit * 1e6 / 8)
+        is_whole = (self.bandwidth_mbit is None) == (self.latency_us is None)
+        require(is_whole, "bandwidth_mbit and latency_us must be given together, or neither of them")
+        are_counts = all(count.isdecimal() and int(count) > 0 for count in self.ranks.split(","))
+        require(are_counts, f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4")
 
 
 def main(words: Sequence[str]) -> None:
@@ -70,26 +54,24 @@ def main(words: Sequence[str]) -> None:
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
     """Measure on the ranks that there are, and predict for the others on rank 0. Collective."""
-    environment, given = read_environment(), options.network
-    fewest = 2 * environment.world_size
-    require(
-        given is not None or environment.world_size > 1,
-        "a single rank has no network to measure: start torchrun --nproc_per_node=2, or set bandwidth_mbit and "
-        "latency_us",
-    )
-    require(
-        config.global_batch_size >= fewest,
-        f"global_batch_size={config.global_batch_size} must be at least {fewest}, 2 images per rank",
-    )
+    environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
+    ranks, batch = environment.world_size, config.global_batch_size
+    fix = "start torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
+    require(latency_us is not None or ranks > 1, f"a single rank has no network to measure: {fix}")
+    require(batch >= 2 * ranks, f"global_batch_size={batch} must be at least {2 * ranks}, 2 images per rank")
     with disable_gc():
         from ddp_trainer.commands.step_benchmark import measure_compute, measure_network  # imports torch
         from ddp_trainer.training.start import start
     with ExitStack() as stack:
         begun = start(config, environment, stack)
         compute = measure_compute(begun, steps=options.steps)
-        network = given or measure_network(compute, begun.world)
+        if latency_us is None or bandwidth_mbit is None:
+            network = measure_network(compute, begun.world)
+        else:
+            network = Network(latency=latency_us / 1e6, bandwidth=bandwidth_mbit * 1e6 / 8)
     if environment.rank == 0:
-        report(config.model.name, compute, network, options.counts, run_dir.with_name(f"plan-{run_dir.name}"))
+        counts = sorted({int(count) for count in options.ranks.split(",")})
+        report(config.model.name, compute, network, counts, run_dir.with_name(f"plan-{run_dir.name}"))
 
 
 def report(model: str, compute: Compute, network: Network, counts: list[int], folder: Path) -> None:
