@@ -73,7 +73,10 @@ def errors_as_exit_codes() -> Iterator[None]:
     except (TransientError, ConfigError, OmegaConfBaseException, HydraException, PluginError) as error:
         exit_with_user_error(error)
     except Exception as error:
-        exit_with_failure(error)
+        report_failure(error, read_environment())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILURE)  # because interpreter shutdown aborts if DDP modules exist and other ranks have ended
 
 
 def check_arguments() -> None:
@@ -103,11 +106,3 @@ def exit_with_user_error(error: Exception) -> NoReturn:
     if environment.local_rank == 0:
         print(f"error: {format_config_error(error, sys.argv[1:])}", file=sys.stderr, flush=True)
     sys.exit(FAILURE if isinstance(error, TransientError) else USER_ERROR)
-
-
-def exit_with_failure(error: Exception) -> NoReturn:
-    """Exit with 1 without interpreter shutdown, which aborts if DDP modules exist and other ranks have ended."""
-    report_failure(error, read_environment())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(FAILURE)

@@ -8,7 +8,7 @@ TensorBoard have every step once, and the summary is of the last checkpoint. Exi
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -113,9 +113,7 @@ def check_summary(run_dir: Path) -> Iterator[str]:
         yield "summary.json: damaged"
 
 
-CHECKS: list[Callable[[Path], Iterator[str]]] = [
-    check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary,
-]  # fmt: skip
+CHECKS = [check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary]
 
 
 def read_checkpoints(run_dir: Path) -> dict[str, State | str]:
