@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -34,54 +33,79 @@ def main(words: Sequence[str]) -> None:
         return
     with errors_as_exit_codes():
         require(len(words) == 1, "verify takes one run directory: verify RUN_DIR")
-        run_dir = Path(words[0])
-        require_run_dir(run_dir)
-        findings = {check.__name__.removeprefix("check_"): list(check(run_dir)) for check in CHECKS}
+        require_run_dir(Path(words[0]))
+        findings = find_damage(Path(words[0]))
         for name, texts in findings.items():
             print("\n  ".join([f"{name:12} {'' if texts else 'ok'}", *texts]))
     sys.exit(FAILURE if any(findings.values()) else 0)
 
 
-def check_config(run_dir: Path) -> Iterator[str]:
+def find_damage(run_dir: Path) -> dict[str, list[str]]:
+    """Return the findings of each check, by its name."""
+    files = RunFiles(run_dir)
+    checks = (check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary)
+    return {check.__name__.removeprefix("check_"): list(check(files)) for check in checks}
+
+
+class RunFiles:
+    """The files of a run that several checks need."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.metrics = run_dir, run_dir / "metrics.jsonl"
+        self.records = [record for _, record in read_records(self.metrics)] if self.metrics.exists() else []
+        self.training_steps = [record["step"] for record in self.records if "train/loss" in record]
+        self.checkpoints = {path.name: read_checkpoint(path) for path in sorted(run_dir.glob("checkpoints/*.pt"))}
+        states = [state for state in self.checkpoints.values() if not isinstance(state, str)]
+        self.newest: State = max(states, key=lambda state: state["step"], default={})
+
+
+def read_checkpoint(path: Path) -> State | str:
+    """Return the state of a checkpoint, or the reason why it cannot be used."""
+    try:
+        state = read_state(path)
+    except DamagedCheckpointError as error:
+        return str(error)
+    missing = {"config", "epoch", "train_samples"} - state.keys()
+    return f"lacks {', '.join(sorted(missing))}" if missing else state
+
+
+def check_config(files: RunFiles) -> Iterator[str]:
     """Yield the finding that config.yaml cannot be read."""
     with suppress(OSError, yaml.YAMLError):
-        if isinstance(yaml.safe_load((run_dir / "config.yaml").read_text(errors="replace")), dict):
+        if isinstance(yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict):
             return
     yield "config.yaml: missing or damaged"
 
 
-def check_checkpoints(run_dir: Path) -> Iterator[str]:
+def check_checkpoints(files: RunFiles) -> Iterator[str]:
     """Yield the checkpoints that are damaged or have the wrong name."""
-    checkpoints = read_checkpoints(run_dir)
-    if not checkpoints:
+    if not files.checkpoints:
         yield "checkpoints: there is none"
-    for name, state in checkpoints.items():
+    for name, state in files.checkpoints.items():
         if isinstance(state, str):
             yield f"{name}: {state}"
         elif name not in ("best.pt", f"step-{state['step']:08d}.pt"):
             yield f"{name}: contains step {state['step']}"
 
 
-def check_metrics(run_dir: Path) -> Iterator[str]:
+def check_metrics(files: RunFiles) -> Iterator[str]:
     """Yield damaged lines of metrics.jsonl, and steps that go back or occur twice."""
-    path, records = run_dir / "metrics.jsonl", metric_records(run_dir)
-    damaged = len(path.read_text(errors="replace").splitlines()) - len(records) if path.exists() else 0
-    if damaged:
+    lines = files.metrics.read_text(errors="replace").splitlines() if files.metrics.exists() else []
+    if damaged := len(lines) - len(files.records):
         yield f"metrics.jsonl: damaged lines: {damaged}"
-    for before, after in pairwise(record["step"] for record in records):
+    for before, after in pairwise(record["step"] for record in files.records):
         if after < before:
             yield f"metrics.jsonl: step {after} after step {before}"
-    for step, count in Counter(training_steps(records)).items():
+    for step, count in Counter(files.training_steps).items():
         if count > 1:
             yield f"metrics.jsonl: step {step} occurs twice"
 
 
-def check_samples(run_dir: Path) -> Iterator[str]:
+def check_samples(files: RunFiles) -> Iterator[str]:
     """Yield the epochs that did not use each of the samples that the seed selects once."""
-    state = newest_state(run_dir)
-    logged = {record.get("epoch"): record for record in metric_records(run_dir) if "samples/digest" in record}
-    for epoch in range(state["epoch"] if state and (run_dir / "metrics.jsonl").exists() else 0):
-        digest, count = expected_digest(state, epoch=epoch)
+    logged = {record.get("epoch"): record for record in files.records if "samples/digest" in record}
+    for epoch in range(files.newest["epoch"] if files.newest and files.metrics.exists() else 0):
+        digest, count = expected_digest(files.newest, epoch=epoch)
         used = logged.get(epoch, {})
         if not used:
             yield f"epoch {epoch}: metrics.jsonl has no digest of its samples"
@@ -90,60 +114,27 @@ def check_samples(run_dir: Path) -> Iterator[str]:
             yield f"epoch {epoch}: {found}; expected {count}, digest {digest}"
 
 
-def check_tensorboard(run_dir: Path) -> Iterator[str]:
+def check_tensorboard(files: RunFiles) -> Iterator[str]:
     """Yield a difference between the steps of TensorBoard and of metrics.jsonl, if the run has both."""
-    if (run_dir / "tensorboard").is_dir() and (run_dir / "metrics.jsonl").exists():
+    folder, logged = files.run_dir / "tensorboard", files.training_steps
+    if folder.is_dir() and files.metrics.exists():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
-        board = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+        board = EventAccumulator(str(folder)).Reload()
         shown = [event.step for event in board.Scalars("train/loss")] if "train/loss" in board.Tags()["scalars"] else []
-        logged = training_steps(metric_records(run_dir))
         if shown != logged:
             yield f"tensorboard: train/loss has {len(shown)} steps, and in metrics.jsonl {len(logged)}"
 
 
-def check_summary(run_dir: Path) -> Iterator[str]:
+def check_summary(files: RunFiles) -> Iterator[str]:
     """Yield a difference between summary.json and the newest checkpoint."""
-    path, state = run_dir / "summary.json", newest_state(run_dir)
+    path, state = files.run_dir / "summary.json", files.newest
     try:
         steps = Summary.from_json(path.read_text(errors="replace")).steps if state and path.exists() else 0
         if state and steps > state["step"]:
             yield f"summary.json: of step {steps}, and the newest checkpoint is of step {state['step']}"
     except ValueError:
         yield "summary.json: damaged"
-
-
-CHECKS = [check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary]
-
-
-def read_checkpoints(run_dir: Path) -> dict[str, State | str]:
-    """Return the state of each checkpoint by file name, or the reason why it cannot be used."""
-    checkpoints: dict[str, State | str] = {}
-    for path in sorted((run_dir / "checkpoints").glob("*.pt")):
-        try:
-            state = read_state(path)
-            missing = {"config", "epoch", "train_samples"} - state.keys()
-            checkpoints[path.name] = f"lacks {', '.join(sorted(missing))}" if missing else state
-        except DamagedCheckpointError as error:
-            checkpoints[path.name] = str(error)
-    return checkpoints
-
-
-def newest_state(run_dir: Path) -> State:
-    """Return the good checkpoint of the highest step; empty if there is none."""
-    states = [state for state in read_checkpoints(run_dir).values() if not isinstance(state, str)]
-    return max(states, key=lambda state: state["step"], default={})
-
-
-def metric_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the undamaged records of metrics.jsonl; none without the file."""
-    path = run_dir / "metrics.jsonl"
-    return [record for _, record in read_records(path)] if path.exists() else []
-
-
-def training_steps(records: list[dict[str, Any]]) -> list[int]:
-    """Return the steps at which the training loss was recorded."""
-    return [record["step"] for record in records if "train/loss" in record]
 
 
 def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, launch, train_on
 
-from ddp_trainer.commands.verify import CHECKS
+from ddp_trainer.commands.verify import find_damage
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def run_dir(good_run: Path, tmp_path: Path) -> Path:
 
 
 def findings_of(run_dir: Path) -> list[str]:
-    return [finding for check in CHECKS for finding in check(run_dir)]
+    return [finding for findings in find_damage(run_dir).values() for finding in findings]
 
 
 def test_a_good_run_has_no_findings(good_run: Path) -> None:
