@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -39,10 +39,6 @@ def run_command(
     for_each_job(lambda config, run_dir: command(config, run_dir, options), overrides)
 
 
-class EndSweep(BaseException):  # Hydra collects what is an Exception and goes on with the next job
-    """Raised in a job to end the sweep after it."""
-
-
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
     """Compose `words` and call ``function(config, run_dir)``, for each job of a sweep; exit as on any error."""
     sys.argv[1:] = words
@@ -57,8 +53,7 @@ def for_each_job(function: Callable[[Config, Path], float | None], words: Sequen
     try:
         register_configs()
         check_arguments()
-        with suppress(EndSweep):
-            job()
+        job()
     except JobError:  # reported by the launcher that ran the job
         sys.exit(FAILURE)
     except Exception as error:  # Hydra raises many kinds while it composes

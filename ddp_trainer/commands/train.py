@@ -1,5 +1,6 @@
 """``train``, the default command: compose the config, and train as one rank."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from ddp_trainer import registry
-from ddp_trainer.commands.command_line import EndSweep, errors_as_exit_codes, for_each_job
+from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import list_fields, parse_options, program, wants_help
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.schema import Config
@@ -68,7 +69,7 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
         sweep.enter_context(process_group(environment, **config.process_group))
     summary = run(config, run_dir)
     if sweep is not None and summary.status is Status.stopped:
-        raise EndSweep
+        sys.exit(0)  # Hydra goes on with the next job after an Exception, which this is not
     return summary.best_top1
 
 
