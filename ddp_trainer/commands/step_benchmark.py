@@ -183,7 +183,7 @@ def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) ->
         "images_per_second": medians["throughput/images_per_second"],
         "images_per_second_by_round": [tags["throughput/images_per_second"] for tags in windows],
         "step_ms": medians["time/step_ms"],
-        "phases_ms": {name: medians[f"time/{name}_ms"] for name in PHASES.values()},
+        "phases_ms": {phase: medians[f"time/{phase}_ms"] for phase in PHASES.values()},
         "relative": statistics.median(ratios),
         "relative_min": min(ratios),
         "relative_max": max(ratios),
