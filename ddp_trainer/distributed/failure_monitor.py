@@ -15,7 +15,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, Self
@@ -34,8 +34,8 @@ from ddp_trainer.distributed.failure_report import (
 from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.progress import ProgressClock
-from ddp_trainer.distributed.stack_exchange import EXPLAIN, SHOW, STACKS, StackExchange, write_processes
-from ddp_trainer.distributed.stacks import RankStack, absent_ranks, grouped_lines
+from ddp_trainer.distributed.stack_exchange import PROCESSES, STACKS, StackExchange
+from ddp_trainer.distributed.stacks import RankStack, RankStatus, absent_ranks, grouped_lines, own_stack
 from ddp_trainer.registry import PluginError
 
 HEARTBEAT_SECONDS = 1.0
@@ -54,27 +54,6 @@ WRITE_SECONDS = 2.0
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "NCCL")
 """Parts of the message of a collective that fails because of another rank."""
 LOST = "was lost (killed, perhaps by the kernel for want of memory), last seen in"
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """The content of a heartbeat: a rank's position in training, and its process."""
-
-    rank: int
-    heartbeat: float
-    """Its time, in unix seconds: each heartbeat has another one."""
-    phase: str
-    step: int
-    host: str
-    pid: int
-    idle_seconds: float = 0.0
-    """How long it has neither gone on to another phase nor computed."""
-    still_seconds: float = 0.0
-    """How long it has not gone on to another phase."""
-
-    def line(self, failure: str) -> str:
-        """Return one line of a report."""
-        return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
 
 
 class FailureMonitor:
@@ -107,7 +86,7 @@ class FailureMonitor:
         if environment.under_torchrun:
             store = dist.TCPStore(environment.master_addr, port, is_master=False, timeout=timedelta(seconds=10))
             self._store = dist.PrefixStore(prefix, store)
-        self._stacks = StackExchange(world, self._store, self._last_heartbeat)
+        self._stacks = StackExchange(world, self._store, self._own_stack, self._status)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
 
@@ -123,7 +102,7 @@ class FailureMonitor:
 
     def __enter__(self) -> Self:
         if self._world.is_main:
-            write_processes(self._stacks.processes, self._run_dir)
+            self._write(PROCESSES, json.dumps([asdict(process) for process in self._stacks.processes]))
         self._publish()
         self._thread.start()
         return self
@@ -132,7 +111,8 @@ class FailureMonitor:
         if isinstance(error, Exception) and not isinstance(error, ConfigError | TransientError | PluginError):
             self._failing()
             if lines := self._root_cause(error):
-                self._report(lines, since=time.time(), error=error)
+                path = self._write("failure.log", "".join(traceback.format_exception(error)))
+                self._report([*lines, f"traceback: {path}"], since=time.time())
             else:
                 self._wait_for_launcher()
             error.add_note(REPORTED)
@@ -140,7 +120,7 @@ class FailureMonitor:
         self._thread.join()
         with suppress(dist.DistError):
             self._store.delete_key(f"status/{self._world.rank}")  # from here on silence is no failure
-        self._stacks.close()
+        self._stacks.file.close()
         self._remove_error_file()
 
     # --- the thread -----------------------------------------------------------------------------
@@ -157,7 +137,7 @@ class FailureMonitor:
             self._progress.update(elapsed)
             try:
                 self._publish()
-                self._stacks.answer(self.phase, self.step)
+                self._stacks.answer()
                 if self._store.check(["root_cause"]):
                     self._failing()
                     if not self._done.wait(GRACE_SECONDS):
@@ -166,9 +146,9 @@ class FailureMonitor:
                 silence = silence + elapsed if status == last_status else 0.0
                 last_status = status
                 if status is not None and silence > self._max_silence:
-                    self._end_job(f"has not answered for {silence:.0f} s, in", status.rank)
+                    self._end_job(f"has not answered for {silence:.0f} s", status.rank)
                 if self._progress.idle_seconds > self._max_silence and self._is_hung():
-                    self._end_job(f"has made no progress for {self._progress.idle_seconds:.0f} s, in")
+                    self._end_job(f"has made no progress for {self._progress.idle_seconds:.0f} s")
                 if self._stacks.file.has_grown():  # by SIGQUIT
                     self._show_stacks()
             except dist.DistError:
@@ -185,68 +165,64 @@ class FailureMonitor:
                 write_error_file(self._environment.error_file, text, since=time.time())
 
     def _own_status(self) -> RankStatus:
-        return RankStatus(
-            self._world.rank, time.time(), self.phase, self.step, socket.gethostname(), os.getpid(),
-            self._progress.idle_seconds, self._progress.still_seconds,
-        )  # fmt: skip
+        idle, still = self._progress.idle_seconds, self._progress.still_seconds
+        return RankStatus(self._world.rank, socket.gethostname(), self.phase, self.step, time.time(), idle, still)
+
+    def _own_stack(self) -> RankStack:
+        return own_stack(self._world.rank, self.phase, self.step)
 
     def _status(self, rank: int) -> RankStatus | None:
         key = f"status/{rank}"
         return RankStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def _last_heartbeat(self, rank: int) -> tuple[float, str, int] | None:
-        status = self._status(rank)
-        return None if status is None else (status.heartbeat, status.phase, status.step)
+    def _statuses_of_others(self) -> list[RankStatus]:
+        """Return the status of the other ranks; of those that have sent none, or have left this context, nothing."""
+        others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
+        return [status for status in others if status is not None]
 
     def _is_hung(self) -> bool:
         """Return whether the job hangs: this rank does nothing, and it either waits for no other or for all others."""
         if self.phase in (COMPILATION, END):
             return False
-        own = self._stacks.own(self.phase, self.step)
-        others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
-        return not own.is_waiting or all(
-            status is None or status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
-            for status in others
+        return not self._own_stack().is_waiting or all(
+            status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
+            for status in self._statuses_of_others()
         )
 
     def _end_job(self, failure: str, rank: int | None = None) -> NoReturn:
         """Report a hang, by `rank` or, if None, by the rank that the others wait for, and end this process."""
         since = time.time() - self._max_silence
         self._failing()
-        stacks = self._stacks.ask(EXPLAIN, self.phase, self.step)
+        stacks = self._stacks.ask(wake=True)
         if stacks is None:  # another rank reports it, and this one finds the root cause
             self._done.wait(2 * GRACE_SECONDS)
             self._exit(1)
-        lines = self._hang_lines(stacks, failure, rank)
+        absent = [stacks[rank]] if rank is not None else absent_ranks(stacks)
+        all_wait = f"all {len(stacks)} ranks wait for each other: {failure}; check the network"
+        first = absent[0].line(f"{failure}, in") if absent else all_wait
+        lines = [first, *grouped_lines(stacks)[:MAX_GROUPS]]
         if self._claim(lines):
-            path = self._write_stacks("hang.log", [*lines, "", *(stack.text() for stack in stacks)])
+            path = self._write("hang.log", "\n".join([*lines, "", *(stack.text() for stack in stacks)]))
             self._report([*lines, f"stacks: {path}"], since=since)
         self._exit(1)
 
-    def _hang_lines(self, stacks: list[RankStack], failure: str, rank: int | None) -> list[str]:
-        """Return the lines of the report of a hang: the rank, where it is, and where the others are."""
-        absent = [stacks[rank]] if rank is not None else absent_ranks(stacks)
-        if not absent:
-            return [f"all {len(stacks)} ranks wait for each other: {failure.removesuffix(', in')}; check the network",
-                    *grouped_lines(stacks)]  # fmt: skip
-        first = absent[0]
-        return [f"rank {first.rank} on {first.host} {failure} {first.phase} after step {first.step}",
-                *grouped_lines(stacks)[:MAX_GROUPS]]  # fmt: skip
-
     def _show_stacks(self) -> None:
         """Write the stacks of all ranks to stacks.log and to stderr."""
-        stacks = self._stacks.ask(SHOW, self.phase, self.step)
+        stacks = self._stacks.ask(wake=False)
         if stacks is not None:
             lines = [*grouped_lines(stacks), "", *(stack.text() for stack in stacks)]
-            path = self._write_stacks(STACKS, lines)
+            path = self._write(STACKS, "\n".join(lines))
             with suppress(OSError):  # stderr may be closed
                 print(*lines[:MAX_GROUPS], f"stacks: {path}", sep="\n", file=sys.stderr, flush=True)
 
-    def _write_stacks(self, name: str, lines: list[str]) -> Path:
+    def _write(self, name: str, text: str) -> str:
+        """Write a file in the run directory, and return its path, or why it could not be written."""
         path = self._run_dir / name
-        with suppress(OSError):  # a full disk, for example
-            replace_text(path, "\n".join(lines) + "\n")
-        return path
+        try:
+            replace_text(path, text.rstrip() + "\n")
+        except OSError as error:  # a full disk, for example
+            return f"{path} could not be written ({error.strerror})"
+        return str(path)
 
     def _failing(self) -> None:
         """Call `on_failure`, unless it has been called; a file system that does not answer must not keep this rank."""
@@ -281,14 +257,15 @@ class FailureMonitor:
     def _silent_ranks(self) -> list[RankStatus]:
         """Return the status of the other ranks that send no heartbeat, at once when there is a root cause."""
         was_stopping, deadline = self._stop_requested(), time.monotonic() + MIN_SILENCE_SECONDS
-        statuses = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
-        silent = [status for status in statuses if status is not None]
+        silent = self._statuses_of_others()
         while silent and time.monotonic() < deadline and not self._store.check(["root_cause"]):
             time.sleep(HEARTBEAT_SECONDS)
             if self._stop_requested() and not was_stopping:
                 self._exit(0)  # torchrun ends this rank, and prints the error file of the one that was killed
             silent = [status for status in silent if self._status(status.rank) == status]
-        if was_stopping and silent and all(self._stacks.has_ended(status.rank) for status in silent):
+        processes = [self._stacks.processes[status.rank] for status in silent]
+        may_live = any(process.is_alive() or process.host != socket.gethostname() for process in processes)
+        if was_stopping and silent and not may_live:
             self._exit(0)  # the same, where torchrun was faster than the collective
         return silent
 
@@ -296,14 +273,9 @@ class FailureMonitor:
         """Publish the first line as the root cause, unless there is one. Return whether it is the root cause."""
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
 
-    def _report(self, lines: list[str], *, since: float, error: Exception | None = None) -> None:
+    def _report(self, lines: list[str], *, since: float) -> None:
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
-        if error is not None:
-            path = self._run_dir / "failure.log"
-            with suppress(OSError):  # a full disk, for example
-                replace_text(path, "".join(traceback.format_exception(error)))
-                lines = [*lines, f"traceback: {path}"]
         checkpoint = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
         report(self._text(lines, checkpoint=str(checkpoint)), self._environment, since=since)
 

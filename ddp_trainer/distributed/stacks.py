@@ -14,8 +14,9 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 WAITS = (
     "/torch/distributed/", "/torch/autograd/graph.py", "/torch/cuda/streams.py", "/ddp_trainer/sync/",
@@ -30,44 +31,54 @@ QUIT_SECONDS = 1.5
 MAX_FRAMES, MAX_COLLECTIVES = 40, 3
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """The functions of torch that return its flight recorders, of gloo and of NCCL."""
-FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
-THREAD = re.compile(r"^(Thread|Current thread) 0x.*\(most recent call first\)")
-
-
-class Frame(NamedTuple):
-    """A place in a Python program."""
-
-    file: str
-    line: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.name}"
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class RankStack:
-    """The phase, the step and the stack of a rank."""
+class RankPosition:
+    """The position of a rank in training."""
 
     rank: int
     host: str
     phase: str
     step: int
-    frames: list[Frame]
-    """Of its main thread, the innermost first; empty if unknown."""
-    collectives: tuple[str, ...] = ()
+
+    def line(self, failure: str) -> str:
+        """Return one line of a report."""
+        return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus(RankPosition):
+    """The content of a heartbeat."""
+
+    heartbeat: float
+    """Its time, in unix seconds: each heartbeat has another one."""
+    idle_seconds: float = 0.0
+    """How long it has neither gone on to another phase nor computed."""
+    still_seconds: float = 0.0
+    """How long it has not gone on to another phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStack(RankPosition):
+    """The position and the stack of a rank."""
+
+    frames: Sequence[str] = ()
+    """Of its main thread, as ``file:line in function``, the innermost first; empty if unknown."""
+    collectives: Sequence[str] = ()
     """Its last collectives, the newest last; empty if unknown."""
 
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for other ranks, as far as its innermost frame shows."""
-        return bool(self.frames) and any(part in self.frames[0].file for part in WAITS)
+        return any(part in frame for frame in self.frames[:1] for part in WAITS)
 
     @property
-    def place(self) -> Frame | None:
+    def place(self) -> str:
         """The innermost frame outside of Python's and torch's own files, else the innermost."""
-        own = [frame for frame in self.frames if not is_library(frame.file)]
-        return (own or self.frames or [None])[0]
+        own = [frame for frame in self.frames if not is_library(frame)]
+        return [*own, *self.frames, "an unknown place"][0]
 
     def text(self) -> str:
         """Return the whole stack, the innermost frame first."""
@@ -75,25 +86,20 @@ class RankStack:
         last = [f"  last collectives: {', '.join(self.collectives)}"] if self.collectives else []
         return "\n".join([title, *(f"  {frame}" for frame in self.frames or ["unknown"]), *last])
 
-    @classmethod
-    def of(cls, values: list[Any]) -> "RankStack":
-        """Return the stack that was sent as the JSON value `values`."""
-        rank, host, phase, step, frames, collectives = values
-        return cls(rank, host, phase, step, [Frame(*frame) for frame in frames], tuple(collectives))
+
+def is_library(frame: str) -> bool:
+    """Return whether `frame` belongs to Python, to torch or to this package's way of waiting."""
+    is_installed = "/site-packages/" in frame or "/dist-packages/" in frame
+    is_python = frame.startswith(("<", os.path.dirname(os.__file__) + "/")) and not is_installed
+    return is_python or any(part in frame for part in ("/torch/", *WAITS))
 
 
-def is_library(path: str) -> bool:
-    """Return whether `path` belongs to Python, to torch or to this package's way of waiting."""
-    is_installed = "/site-packages/" in path or "/dist-packages/" in path
-    is_python = path.startswith(("<", os.path.dirname(os.__file__) + "/")) and not is_installed
-    return is_python or any(part in path for part in ("/torch/", *WAITS))
-
-
-def main_thread_frames() -> list[Frame]:
-    """Return the frames of this process's main thread, the innermost first."""
+def own_stack(rank: int, phase: str, step: int) -> RankStack:
+    """Return the stack of this process's main thread."""
     top = sys._current_frames().get(threading.main_thread().ident or 0)
-    entries = traceback.extract_stack(top)[-MAX_FRAMES:] if top is not None else []
-    return [Frame(entry.filename, entry.lineno or 0, entry.name) for entry in reversed(entries)]
+    entries = islice(traceback.walk_stack(top), MAX_FRAMES) if top is not None else ()
+    frames = [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in entries]
+    return RankStack(rank, socket.gethostname(), phase, step, frames, last_collectives())
 
 
 class StackFile:
@@ -110,22 +116,9 @@ class StackFile:
         self.size = 0
         faulthandler.register(signal.SIGQUIT, self.file, all_threads=True, chain=False)
 
-    @property
-    def number(self) -> int:
-        """The number of the file descriptor."""
-        return self.file.fileno()
-
-    @classmethod
-    def exists(cls, pid: int, number: int) -> bool:
-        """Return whether process `pid` of this host and user has such a file, as descriptor `number`."""
-        try:
-            return cls.NAME in os.readlink(f"/proc/{pid}/fd/{number}")
-        except OSError:  # it has ended, or belongs to somebody else
-            return False
-
     def has_grown(self) -> bool:
         """Return whether SIGQUIT came since the last call."""
-        size, self.size = self.size, os.fstat(self.number).st_size
+        size, self.size = self.size, os.fstat(self.file.fileno()).st_size
         return self.size > size
 
     def close(self) -> None:
@@ -134,69 +127,72 @@ class StackFile:
         self.file.close()
 
 
-def frames_by_signal(pid: int, number: int, *, wake: bool) -> list[Frame]:
-    """Return the frames of the main thread of another process of this host; [] if unknown.
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of a rank."""
 
-    number: that of its `StackFile`. wake: continue it if it is stopped, because a stopped process does not answer.
-    """
-    path = Path(f"/proc/{pid}/fd/{number}")
-    if not StackFile.exists(pid, number):  # another process that has this number now would be ended by SIGQUIT
-        return []
-    try:
-        size = path.stat().st_size
-        os.kill(pid, signal.SIGQUIT)
-        if wake:
-            os.kill(pid, signal.SIGCONT)
-        deadline = time.monotonic() + QUIT_SECONDS
-        while path.stat().st_size == size and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.1)  # it may still be writing
-        with open(path, "rb") as file:
-            file.seek(size)
-            return parse(file.read().decode(errors="replace"))
-    except OSError:  # it has ended, or belongs to somebody else
-        return []
+    rank: int
+    host: str
+    pid: int
+    stack_file: int
+    """The number of the descriptor of its `StackFile`."""
+
+    @property
+    def path(self) -> Path:
+        """Its `StackFile` on its host."""
+        return Path(f"/proc/{self.pid}/fd/{self.stack_file}")
+
+    def is_alive(self) -> bool:
+        """Return whether it runs on this host as the same user; its number alone may be that of another process."""
+        try:
+            return self.host == socket.gethostname() and StackFile.NAME in os.readlink(self.path)
+        except OSError:  # it has ended, or belongs to somebody else
+            return False
+
+    def frames(self, *, wake: bool) -> list[str]:
+        """Return the frames of its main thread, which SIGQUIT makes it write; [] if unknown. It must be alive.
+
+        wake: continue it if it is stopped, because a stopped process does not answer.
+        """
+        try:
+            size = self.path.stat().st_size
+            os.kill(self.pid, signal.SIGQUIT)
+            if wake:
+                os.kill(self.pid, signal.SIGCONT)
+            deadline = time.monotonic() + QUIT_SECONDS
+            while self.path.stat().st_size == size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.1)  # it may still be writing
+            return parse(self.path.read_bytes()[size:].decode(errors="replace"))
+        except OSError:  # it has ended
+            return []
 
 
-def parse(text: str) -> list[Frame]:
+def parse(text: str) -> list[str]:
     """Return the frames of the main thread from what faulthandler wrote: it is the last thread."""
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        if THREAD.match(line):
-            frames = []
-        elif match := FRAME.match(line):
-            frames.append(Frame(match["file"], int(match["line"]), match["name"]))
-    return frames
+    last = text.rpartition("(most recent call first):")[2]
+    return [f"{file}:{line} in {name}" for file, line, name in FRAME.findall(last)]
 
 
 def absent_ranks(stacks: Sequence[RankStack]) -> list[RankStack]:
-    """Return the ranks that the others wait for: those that are not waiting, else those that wait elsewhere.
+    """Return the ranks that the others wait for; [] if all wait in one place.
 
-    Of ranks that all wait, or none of which waits, those count that have come least far, or are fewer in one place.
+    They are those that do not wait, else all; of these those at the lowest step; of these the fewest in one place.
     """
-    absent = [stack for stack in stacks if not stack.is_waiting]
-    if absent and len(absent) < len(stacks):
-        return absent
-    first = min(stack.step for stack in stacks)
-    behind = [stack for stack in stacks if stack.step == first]
-    if len(behind) < len(stacks):
-        return behind
     places = Counter((stack.phase, stack.place) for stack in stacks)
-    if len(places) == 1:
-        return list(absent)
-    fewest = min(places.values())
-    return [stack for stack in stacks if places[stack.phase, stack.place] == fewest]
+    order = [(stack.is_waiting, stack.step, places[stack.phase, stack.place]) for stack in stacks]
+    absent = [stack for stack, position in zip(stacks, order, strict=True) if position == min(order)]
+    return [] if len(absent) == len(stacks) and stacks[0].is_waiting else absent
 
 
 def grouped_lines(stacks: Sequence[RankStack]) -> list[str]:
     """Return a line for each place where ranks are, those that the others wait for first."""
-    groups: dict[tuple[str, int, Frame | None], list[int]] = {}
+    groups: dict[tuple[str, int, str], list[int]] = {}
     absent = {stack.rank for stack in absent_ranks(stacks)}
     for stack in sorted(stacks, key=lambda stack: (stack.rank not in absent, stack.rank)):
         groups.setdefault((stack.phase, stack.step, stack.place), []).append(stack.rank)
     return [
-        f"{numbers(ranks)}: {phase} after step {step}, at {place or 'an unknown place'}"
-        for (phase, step, place), ranks in groups.items()
+        f"{numbers(ranks)}: {phase} after step {step}, at {place}" for (phase, step, place), ranks in groups.items()
     ]
 
 
@@ -206,22 +202,17 @@ def numbers(ranks: Sequence[int], limit: int = 8) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
-def own_stack(rank: int, phase: str, step: int) -> RankStack:
-    """Return the stack of this rank."""
-    return RankStack(rank, socket.gethostname(), phase, step, main_thread_frames(), last_collectives())
-
-
-def last_collectives() -> tuple[str, ...]:
+def last_collectives() -> list[str]:
     """Return the last collectives of this process, numbered alike on all ranks, from torch's flight recorder."""
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
 
         dumps: list[Any] = [getattr(c10d, name, None) for name in RECORDERS]
         entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
-        return tuple(
+        return [
             f"#{entry['collective_seq_id']} {entry['profiling_name']} {entry['input_sizes']}"
             f"{'' if entry['state'] == 'scheduled' else ' ' + entry['state']}"
             for entry in entries[-MAX_COLLECTIVES:]
-        )
+        ]
     except Exception:  # of another version of torch: the report goes without
-        return ()
+        return []

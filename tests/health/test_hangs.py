@@ -11,7 +11,7 @@ import pytest
 from conftest import TINY, clean_environment, launch, run_command, torchrun, wait_for
 
 from ddp_trainer.distributed.stack_exchange import read_processes
-from ddp_trainer.distributed.stacks import Frame, RankStack, absent_ranks, grouped_lines, parse
+from ddp_trainer.distributed.stacks import RankStack, absent_ranks, grouped_lines, parse
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 PHASES = {
@@ -134,12 +134,12 @@ def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(t
 
 # --- who is absent ------------------------------------------------------------------------------
 
-REDUCE = Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 3000, "all_reduce")
-BACKWARD = Frame("/x/site-packages/torch/autograd/graph.py", 800, "_engine_run_backward")
-LOAD = Frame("/home/me/images.py", 12, "read")
+REDUCE = "/x/site-packages/torch/distributed/distributed_c10d.py:3000 in all_reduce"
+BACKWARD = "/x/site-packages/torch/autograd/graph.py:800 in _engine_run_backward"
+LOAD = "/home/me/images.py:12 in read"
 
 
-def at(rank: int, frame: Frame, phase: str = "backward", step: int = 7) -> RankStack:
+def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankStack:
     return RankStack(rank, "node", phase, step, [frame])
 
 
@@ -171,4 +171,4 @@ def test_the_text_of_faulthandler_is_read() -> None:
          "def stuck(): faulthandler.dump_traceback(all_threads=True)\nstuck()"],
         capture_output=True, text=True, check=True,
     ).stderr  # fmt: skip
-    assert [frame.name for frame in parse(text)] == ["stuck", "<module>"]
+    assert parse(text) == ["<string>:3 in stuck", "<string>:4 in <module>"]
