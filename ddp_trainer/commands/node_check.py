@@ -16,17 +16,10 @@ from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require, rule
 from ddp_trainer.config.schema import Device
-from ddp_trainer.distributed.environment import (
-    installed_versions,
-    interface_towards,
-    job_secret,
-    read_environment,
-    usable_cores,
-)
-from ddp_trainer.distributed.files import exclude_node
+from ddp_trainer.distributed.environment import installed_versions, interface_towards, read_environment, usable_cores
 from ddp_trainer.launch.job_file import read_job
 from ddp_trainer.launch.network import address_towards, resolve
-from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo, SlowNodeError
+from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo
 from ddp_trainer.launch.node_check.client import ask_head
 from ddp_trainer.launch.node_check.server import wait_for_nodes
 
@@ -64,12 +57,7 @@ def main(words: Sequence[str]) -> None:
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
         node = describe_node(options)
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch prints stack traces when another program has the port
-        try:
-            asyncio.run((ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node)))
-        except SlowNodeError:
-            assert options.job_file is not None  # nothing else asks for the comparison
-            exclude_node(read_job(Path(options.job_file))[1], read_environment().node)
-            raise
+        asyncio.run((ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node)))
     print(node.address)
 
 
@@ -83,7 +71,7 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
         1 <= min_nodes <= max_nodes <= MAX_NODES, f"nnodes={options.nnodes} must be N or MIN:MAX, from 1 to {MAX_NODES}"
     )
     require(0 <= options.node_rank < max_nodes, f"node_rank={options.node_rank} must be 0 to {max_nodes - 1}")
-    job = None if options.job_file is None else read_job(Path(options.job_file))[0]
+    job, run_dir = (None, Path()) if options.job_file is None else read_job(Path(options.job_file))
     config = {} if job is None else flatten_keys(to_builtins(job))
     head = resolve(options.head, timeout=min(10, options.timeout))
     require(
@@ -96,11 +84,11 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     where = f"{address} on {interface}, head {head}:{options.port}"
     print(f"node {options.node_rank} of {options.nnodes}: {where}", file=sys.stderr, flush=True)
     speeds = measure_speeds(job.device) if job is not None and job.check.fitness else {}
-    timeout = options.timeout + (FITNESS_SECONDS if speeds else 0)
+    timeout, env = options.timeout + (FITNESS_SECONDS if speeds else 0), read_environment()
     return NodeInfo(
         node_rank=options.node_rank, min_nodes=min_nodes, max_nodes=max_nodes, head=(head, options.port),
-        timeout=timeout, address=address, versions=installed_versions() | {"nnodes": options.nnodes},
-        config=config | {RDZV_ID: options.rdzv_id, SECRET: job_secret() or ""}, speeds=speeds,
+        timeout=timeout, address=address, name=env.node, versions=installed_versions() | {"nnodes": options.nnodes},
+        config=config | {RDZV_ID: options.rdzv_id, SECRET: env.job_secret}, speeds=speeds, run_dir=run_dir,
     )  # fmt: skip
 
 

@@ -49,16 +49,15 @@ class Environment:
     """The name of this node, as SLURM calls it where there is SLURM."""
     error_file: str | None = None
     """The file from which torchrun reads the cause of a failure."""
-    stop_file: str | None = None
+    stop_file: Path | None = None
     """A graceful stop begins when this file appears: DDP_TRAINER_STOP_FILE."""
     command: str | None = None
     """The command that continues this run, where a launch script knows it: DDP_TRAINER_COMMAND."""
+    job_secret: str = field(default="", repr=False)
+    """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
     def record_start(self) -> None:
-        """Record this start for `is_restart` of later ones, because torchrun counts only restarts after a failure.
-
-        For example, it does not count the restart in which an elastic job takes in another node.
-        """
+        """Record this start for `is_restart` of later ones: torchrun does not count those that take in another node."""
         if marker := _start_marker(self.error_file):
             with suppress(OSError):  # a full disk must not end a start
                 marker.write_text(str(os.getpid()))
@@ -71,8 +70,9 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     was_started = marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
     fields: dict[str, Any] = {
         "is_restart": was_started or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name)),
-        "stop_file": variables.get("DDP_TRAINER_STOP_FILE") or None,
+        "stop_file": Path(stop_file) if (stop_file := variables.get("DDP_TRAINER_STOP_FILE")) else None,
         "command": variables.get("DDP_TRAINER_COMMAND") or None,
+        "job_secret": variables.get("DDP_TRAINER_JOB_SECRET", ""),
         "node": variables.get("SLURMD_NODENAME") or socket.gethostname(),
         "has_agent_store": variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     }
@@ -138,11 +138,6 @@ def user_cache(variables: Mapping[str, str] = os.environ) -> Path:
 def c_compilers(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the names of the C compilers that Triton looks for: CC alone if it is set."""
     return (variables["CC"],) if variables.get("CC") else ("clang", "gcc")
-
-
-def job_secret(variables: Mapping[str, str] = os.environ) -> str | None:
-    """Return the secret that the nodes of this job share: DDP_TRAINER_JOB_SECRET."""
-    return variables.get("DDP_TRAINER_JOB_SECRET") or None
 
 
 def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[str]:

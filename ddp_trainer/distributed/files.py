@@ -45,12 +45,10 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def exclude_node(run_dir: Path, node: str) -> None:
     """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job; a full disk is ignored."""
-    path = run_dir / "excluded_nodes"
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or node not in path.read_text().split():
-            with open(path, "a") as file:
-                file.write(f"{node}\n")
+        with open(run_dir / "excluded_nodes", "a") as file:
+            file.write(f"{node}\n")
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         is_restart = any(world.all_gather_object(environment.is_restart))
         resume = Resume.auto if is_restart and config.resume is Resume.never else config.resume
         open_run_dir(run_dir, to_builtins(config), world, resume=resume, stack=stack)
-        stop_file = Path(environment.stop_file) if environment.stop_file and world.local_rank == 0 else None
+        stop_file = environment.stop_file if world.local_rank == 0 else None
         stop = world.raise_on_any_rank(
             lambda: stack.enter_context(GracefulStop(stop_file, under_torchrun=environment.under_torchrun))
         )

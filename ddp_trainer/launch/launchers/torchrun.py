@@ -67,10 +67,7 @@ class TorchrunLauncher(JobLauncher):
     def run(self, jobs: Sequence[Job]) -> None:
         stop_file = read_environment().stop_file
         queue, running = list(jobs), dict[int, Iterator[None]]()  # by slot
-        with (
-            tempfile.TemporaryDirectory(prefix="ddp_trainer-") as folder,
-            GracefulStop(Path(stop_file) if stop_file else None) as stop,
-        ):
+        with tempfile.TemporaryDirectory(prefix="ddp_trainer-") as folder, GracefulStop(stop_file) as stop:
             while queue or running:
                 if stop.poll():
                     Path(folder, "stop").touch()

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from ipaddress import ip_address
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,14 +29,8 @@ IS_VALID: dict[Any, Callable[[Any], bool]] = {
     ),
     dict[str, str]: lambda value: isinstance(value, dict) and all(map(IS_VALID[str], [*value, *value.values()])),
 }
-
-
 SLOW = 0.85
 """A node is slow if it reaches less than this share of the median of the other nodes."""
-
-
-class SlowNodeError(TransientError):
-    """This node is slower than the other nodes of the job."""
 
 
 class PortTakenError(TransientError):
@@ -60,6 +55,10 @@ class NodeInfo:
     """What must be the same on all nodes, by flat key: also SECRET and RDZV_ID."""
     speeds: dict[str, float] = field(default_factory=dict)
     """What check.fitness has measured here, by name; the higher the better. Empty without it."""
+    name: str = ""
+    """The name of this node, as SLURM calls it where there is SLURM."""
+    run_dir: Path = Path()
+    """The run directory of the job, for a job that compares speeds."""
 
     def named(self, error: ConfigError | TransientError) -> ConfigError | TransientError:
         """Return `error` with the name of this node."""
@@ -112,7 +111,7 @@ class Message:
     error: str = ""
     """The code and text of `encode_error`; empty from a node that is ready, and if all start."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """In a report those of the node. In a result the slow nodes, by rank, with their share of the others' speed."""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not all(IS_VALID[item.type](getattr(self, item.name)) for item in fields(self)):
@@ -142,24 +141,20 @@ def encode_error(error: Exception | None) -> str:
     return f"{2 if isinstance(error, ConfigError) else 1} {text}"[:MAX_TEXT] if error else ""
 
 
-def raise_error(error: str, *, is_slow: bool = False) -> None:
-    """Raise what `encode_error` has encoded; on a node that `is_slow` as a SlowNodeError."""
+def raise_error(error: str) -> None:
+    """Raise what `encode_error` has encoded."""
     if error:
-        raise (ConfigError if error[0] == "2" else SlowNodeError if is_slow else TransientError)(error[2:])
+        raise (ConfigError if error[0] == "2" else TransientError)(error[2:])
 
 
-def find_slow(speeds: dict[int, dict[str, float]]) -> tuple[dict[str, float], str]:
-    """Return the slow nodes, by rank, with the share of the median of the others that they reach, and a text on them.
-
-    speeds: what each node has measured, by rank. Two nodes are compared with each other.
-    """
-    shares: dict[str, float] = {}
-    texts = []
+def find_slow(speeds: dict[int, dict[str, float]]) -> dict[int, str]:
+    """Return a text for each slow node, by rank: on what it is slowest in. Two nodes are compared with each other."""
+    slow = {}
     for rank, own in speeds.items():
+        least = SLOW
         for name, speed in own.items():
             others = [other[name] for other_rank, other in speeds.items() if other_rank != rank and other.get(name)]
-            share = speed / median(others) if others else 1.0
-            if share < min(SLOW, shares.get(str(rank), 1.0)):
-                shares[str(rank)] = share
-                texts.append(f"node {rank} reaches {share:.0%} of the median of the other nodes in its {name}")
-    return shares, "; ".join(texts[:4]).replace("%", " %")
+            if others and (share := speed / median(others)) < least:
+                least = share
+                slow[rank] = f"node {rank} reaches {100 * share:.0f} % of the median of the other nodes in its {name}"
+    return slow

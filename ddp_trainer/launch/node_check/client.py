@@ -21,24 +21,20 @@ OTHERS_SECONDS = 5.0
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
     """Return when all nodes can start, or this elastic job is running; raise why not. `error` is this node's own."""
     key, result, deadline = node.key(), None, time.monotonic() + node.timeout
-    is_slow = False
     while result is None:
         try:
-            result, is_slow = await attempt(node, key, encode_error(error and node.named(error)))
+            result = await attempt(node, key, encode_error(error and node.named(error)))
         except (TransientError, ConfigError) as failure:
             if isinstance(failure, (PortTakenError, ConfigError)):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
             if time.monotonic() > deadline:
                 raise node.named(error or failure) from None
             await asyncio.sleep(0.3)
-    raise_error(result, is_slow=is_slow)
+    raise_error(result)
 
 
-async def attempt(node: NodeInfo, key: bytes, error: str) -> tuple[str, bool]:
-    """Connect to the head and return the result, and whether it names this node as slow.
-
-    What this raises may be different the next time.
-    """
+async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
+    """Connect to the head and return the result; what this raises may be different the next time."""
     try:
         reader, writer = await connect(*node.head)
     except OSError as failure:
@@ -48,28 +44,27 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> tuple[str, bool]:
             challenge, is_signed = await receive(reader, key, "", ANSWER_SECONDS)
         except (OSError, ValueError) as failure:
             if isinstance(failure, TimeoutError) and is_running(node):  # a TCPStore waits for its clients to speak
-                return "", False
+                return ""
             raise node.port_taken() from None
         if is_signed:
             error = error or await compare(node, challenge)
-        nonce, port = secrets.token_hex(16), own_port.getsockname()[1]
         report = Message(
-            rank=node.node_rank, address=node.address, port=port, nonce=nonce, error=error, speeds=node.speeds
+            rank=node.node_rank, address=node.address, port=own_port.getsockname()[1], nonce=secrets.token_hex(16),
+            error=error, speeds=node.speeds, name=node.name,
         )  # fmt: skip
         writer.write(report.encode(key if is_signed else b"", challenge.nonce))
         if not is_signed:  # the report tells the head only that this node was there
             node.check_settings(challenge.settings)
             raise node.port_taken()
         try:
-            result, is_signed = await receive(reader, key, nonce, node.timeout + 10)
+            result, is_signed = await receive(reader, key, report.nonce, node.timeout + 10)
         except (OSError, ValueError):
             result = None
     if result is None or not is_signed:
         raise TransientError(f"the head at {node.head[0]} has ended, or does not answer any more: see its output")
-    is_slow = str(node.node_rank) in result.speeds
-    if is_slow or result.error in ("", error):
-        return result.error, is_slow
-    return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}", False
+    if result.error in ("", error):
+        return result.error
+    return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}"
 
 
 async def compare(node: NodeInfo, head: Message) -> str:
@@ -94,12 +89,11 @@ def is_running(node: NodeInfo) -> bool:
         return False
     from torch.distributed import TCPStore  # takes seconds
 
-    def has_rendezvous() -> bool:
-        store = TCPStore(*node.head, wait_for_workers=False, timeout=timedelta(seconds=1))
-        return store.check([f"torch.rendezvous.{node.config[RDZV_ID]}"])
-
-    try:
-        return call_with_timeout(has_rendezvous, ANSWER_SECONDS)  # torch itself can wait for ever
+    key, second = f"torch.rendezvous.{node.config[RDZV_ID]}", timedelta(seconds=1)
+    try:  # with a timeout, because torch itself can wait for ever
+        return call_with_timeout(
+            lambda: TCPStore(*node.head, wait_for_workers=False, timeout=second).check([key]), ANSWER_SECONDS
+        )
     except (OSError, RuntimeError, ValueError, MemoryError):  # what torch makes of a wrong answer
         return False
 

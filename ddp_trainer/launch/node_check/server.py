@@ -9,6 +9,7 @@ from asyncio import StreamReader, StreamWriter
 from dataclasses import replace
 
 from ddp_trainer.config.errors import ConfigError, TransientError
+from ddp_trainer.distributed.files import exclude_node
 from ddp_trainer.launch.network import MAX_BYTES, check_port, connect, listen
 from ddp_trainer.launch.node_check import Message, NodeInfo, encode_error, find_slow, raise_error, receive
 
@@ -26,8 +27,7 @@ async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
             server.set_result(encode_error(node.named(error)))
-        result = await server.run(listener)
-        raise_error(result, is_slow="0" in server.message.speeds)
+        raise_error(await server.run(listener))
 
 
 def take_port(node: NodeInfo) -> socket.socket:
@@ -144,14 +144,15 @@ class Server:
             self.set_result(encode_error(error))
 
     def slow_nodes(self) -> str:
-        """Return the error that names slow nodes, encoded, and note them in the message; empty if there are none."""
-        nodes = {0: self.node.speeds} | {report.rank: report.speeds for report in self.reports.values()}
-        slow, text = find_slow(nodes)
+        """Exclude slow nodes, and return the error that names them, encoded; empty if there are none."""
+        nodes = {0: self.node} | {report.rank: report for report in self.reports.values()}
+        slow = find_slow({rank: node.speeds for rank, node in nodes.items()})
         if not slow:
             return ""
-        self.message = replace(self.message, speeds=slow)
-        addresses = {0: self.node.address} | {report.rank: report.address for report in self.reports.values()}
-        where = ", ".join(f"node {rank} is {addresses[int(rank)]}" for rank in list(slow)[:4])
+        for rank in slow:
+            exclude_node(self.node.run_dir, nodes[rank].name)
+        text = "; ".join(list(slow.values())[:4])
+        where = ", ".join(f"node {rank} is {nodes[rank].address}" for rank in list(slow)[:4])
         fix = "start the job without it, or set check.fitness=false"
         return encode_error(TransientError(f"{text} ({where}): {fix}"))
 
