@@ -81,11 +81,6 @@ def require_run_dir(run_dir: Path) -> None:
     require(is_run_dir, f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/")
 
 
-def require_positive(key: str, value: float | None) -> None:
-    """Refuse zero and negative values of `key`; None means "not set" and passes."""
-    require(value is None or value > 0, f"{key}={value} must be greater than 0")
-
-
 def flatten_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
     flat: dict[str, Any] = {}

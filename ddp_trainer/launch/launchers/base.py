@@ -1,6 +1,5 @@
 """The base class of the launchers: it composes and checks the jobs of a sweep, and returns their results."""
 
-import copy
 import re
 import sys
 from abc import abstractmethod
@@ -15,11 +14,11 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_trainer.config.composition import job_dir, to_config
-from ddp_trainer.config.errors import ConfigError, JobError, require
+from ddp_trainer.config.errors import ConfigError, JobError, check_values, require
 from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
@@ -56,13 +55,14 @@ class JobLauncher(Launcher):
     """Composes and checks jobs, runs them by `run` and returns the best top-1 of each."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Prepare for `launch`; raise ConfigError if this process is a rank of torchrun. Hydra calls this once."""
+        """Prepare for `launch`; raise ConfigError if this process is a rank of torchrun, or for a bad option."""
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         require(
             not read_environment().under_torchrun,
             f"hydra/launcher={launcher} starts a torchrun for each job: start the sweep with plain "
             "python -m ddp_trainer, or leave it out to run the jobs one after another under this torchrun",
         )
+        check_values(OmegaConf.to_object(config.hydra.launcher), "hydra.launcher.")
         self.config = config
         self.loader: ConfigLoader = hydra_context.config_loader
 
@@ -77,10 +77,8 @@ class JobLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs of one batch. Bad configs are reported before any job starts, and raised if all are bad."""
         jobs: dict[Path, Job] = {}
-        outcomes = [
-            self.compose(list(overrides), number, jobs)
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
+        numbered = enumerate(job_overrides, initial_job_idx)
+        outcomes = [self.compose(list(overrides), number, jobs) for number, overrides in numbered]
         errors = [outcome for outcome in outcomes if isinstance(outcome, JobError)]
         if errors and not jobs:
             raise errors[0].__cause__ or errors[0]
@@ -104,10 +102,7 @@ class JobLauncher(Launcher):
             with open_dict(composed):
                 composed.hydra.job.id = composed.hydra.job.num = number
             HydraConfig.instance().set_config(composed)
-            settings = copy.deepcopy(composed)
-            with open_dict(settings):
-                del settings["hydra"]
-            config = to_config(settings)
+            config = to_config(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
             config.check_world_size(self.world_size(config.device))
             job = Job(number=number, label=label, config=config, run_dir=job_dir(config.output_dir, config.name))
             first = jobs.setdefault(job.run_dir, job)  # a sampler may propose a job twice: it runs once

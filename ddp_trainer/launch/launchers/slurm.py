@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_trainer.config.composition import config_digest, config_dir, to_builtins
-from ddp_trainer.config.errors import ConfigError, TransientError, require_positive
+from ddp_trainer.config.errors import POSITIVE, ConfigError, TransientError
 from ddp_trainer.config.schema import Device
 from ddp_trainer.launch.job_file import write_job
 from ddp_trainer.launch.launchers.base import Job, JobLauncher, last_error
@@ -29,13 +29,13 @@ class SlurmLauncherConfig:
     """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null leaves a choice to SLURM and the script."""
 
     _target_: str = "hydra_plugins.ddp_trainer.SlurmLauncher"
-    nodes: int = 1
+    nodes: int = field(default=1, metadata=POSITIVE)
     """Nodes of a job."""
-    gpus_per_node: int | None = None
+    gpus_per_node: int | None = field(default=None, metadata=POSITIVE)
     """GPUs on each node, one rank per GPU."""
-    ntasks_per_node: int | None = None
+    ntasks_per_node: int | None = field(default=None, metadata=POSITIVE)
     """Ranks on each node without GPUs."""
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = field(default=None, metadata=POSITIVE)
     """Cores of a rank."""
     time: str | None = None
     """Time limit of a job in minutes, or 'hours:minutes:seconds'; a job that is not finished is requeued."""
@@ -43,7 +43,7 @@ class SlurmLauncherConfig:
     """The queue of the jobs."""
     sbatch_args: list[str] = field(default_factory=list)
     """More arguments of sbatch, such as --account=me."""
-    poll_seconds: float = 5.0
+    poll_seconds: float = field(default=5.0, metadata=POSITIVE)
     """Seconds between two queries for the jobs that have not ended."""
 
 
@@ -57,9 +57,6 @@ class SlurmLauncher(JobLauncher):
         self.sbatch_args, self.poll_seconds, self.options = list(sbatch_args), poll_seconds, options
 
     def world_size(self, device: Device) -> int:
-        for option in ("nodes", "gpus_per_node", "ntasks_per_node", "cpus_per_task"):
-            require_positive(f"hydra.launcher.{option}", self.options[option])
-        require_positive("hydra.launcher.poll_seconds", self.poll_seconds)
         return self.options["nodes"] * (self.options["gpus_per_node"] or self.options["ntasks_per_node"] or 1)
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -134,12 +131,12 @@ def slurm(*command: str) -> str:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
     variables = {"DDP_TRAINER_PYTHON": sys.executable} | kept
     try:
-        done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=120)
+        done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=120, check=True)
+        return done.stdout.strip()
     except FileNotFoundError:
         raise ConfigError(f"hydra/launcher=slurm needs {command[0]}, which is missing: use a login node") from None
     except subprocess.TimeoutExpired:
         raise TransientError(f"{command[0]} has not answered for 120 s: is slurmctld running?") from None
-    if done.returncode != 0:
-        error = ConfigError if command[0] == "sbatch" else TransientError
-        raise error(f"hydra/launcher=slurm: {' '.join(done.stderr.split()) or shlex.join(command)}")
-    return done.stdout.strip()
+    except subprocess.CalledProcessError as error:
+        kind = ConfigError if command[0] == "sbatch" else TransientError
+        raise kind(f"hydra/launcher=slurm: {' '.join(error.stderr.split()) or shlex.join(command)}") from None

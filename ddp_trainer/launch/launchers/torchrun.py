@@ -8,12 +8,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import require, require_positive
+from ddp_trainer.config.errors import POSITIVE, require
 from ddp_trainer.config.schema import Device
 from ddp_trainer.distributed.environment import read_environment, usable_cores, visible_gpus
 from ddp_trainer.distributed.graceful_stop import GracefulStop
@@ -28,9 +28,9 @@ class TorchrunLauncherConfig:
     """The options ``hydra.launcher.…`` of ``hydra/launcher=torchrun``."""
 
     _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
-    nproc_per_node: int | None = None
+    nproc_per_node: int | None = field(default=None, metadata=POSITIVE)
     """Ranks of a job; null: its number of GPUs, or usable cores / max_parallel where there are none."""
-    max_parallel: int = 1
+    max_parallel: int = field(default=1, metadata=POSITIVE)
     """Jobs at a time; GPUs and cores are split between them."""
 
 
@@ -55,8 +55,6 @@ class TorchrunLauncher(JobLauncher):
         return self.gpus[slot * share : (slot + 1) * share]
 
     def world_size(self, device: Device) -> int:
-        require_positive("hydra.launcher.nproc_per_node", self.nproc_per_node)
-        require_positive("hydra.launcher.max_parallel", self.max_parallel)
         require(
             device is Device.cpu or not self.gpus or self.max_parallel <= len(self.gpus),
             f"hydra.launcher.max_parallel={self.max_parallel} must be at most the {len(self.gpus)} GPUs: "
