@@ -9,7 +9,6 @@ address. The store of ``--rdzv-backend=static`` listens on all network interface
 import logging
 import os
 import signal
-import socket
 import sys
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as torchrun
 
 from ddp_trainer.config.errors import USER_ERROR
+from ddp_trainer.launch.network import address_of, listen
 
 QUIET = ("multiprocessing.api", "agent.server.api")
 """Loggers that repeat that a rank has failed, or warn that the first node has ended before this one."""
@@ -33,39 +33,29 @@ class BoundRendezvous(StaticTCPRendezvous):
     The store of node 0 listens on ADDRESS only; on a single node PORT may be 0, which is any free port.
     """
 
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
+        rank, timeout = int(parameters.get("rank", 0)), int(parameters.get("timeout", JOIN_SECONDS))
+        super().__init__(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
+
     def get_backend(self) -> str:
         return "bound"
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self.rank == 0 and self._store is None:
-            server = listen(self.master_addr, self.master_port)
+            try:
+                server = listen(address_of(self.master_addr), self.master_port)
+            except OSError as error:
+                sys.exit(
+                    f"error: torchrun's store cannot listen on {self.master_addr}:{self.master_port} "
+                    f"({os.strerror(error.errno or 0)}): choose another port, or end the program that has it"
+                )
             self.master_port = server.getsockname()[1]
             self._store = TCPStore(
                 self.master_addr, self.master_port, self.world_size, is_master=True, timeout=self.timeout,
                 multi_tenant=True, master_listen_fd=server.detach(),
             )  # fmt: skip
         return super().next_rendezvous()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the address of `host`, its IPv4 address if it has one, or exit with 1."""
-    try:
-        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, *_, address = min(answers, key=lambda answer: answer[0] != socket.AF_INET)
-        return socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        sys.exit(
-            f"error: torchrun's store cannot listen on {host}:{port} ({reason}): choose another port, or end the "
-            "program that has it"
-        )
-
-
-def create_rendezvous(parameters: RendezvousParameters) -> BoundRendezvous:
-    """Return the rendezvous of this node."""
-    address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-    rank, timeout = int(parameters.get("rank", 0)), int(parameters.get("timeout", JOIN_SECONDS))
-    return BoundRendezvous(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
 
 
 def root_cause(rank: int, failure: ProcessFailure) -> str:
@@ -85,7 +75,7 @@ def main() -> None:
     """Run torchrun, and exit with the code of the rank that failed first if that is 2, else with 1."""
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register("bound", create_rendezvous)
+    rendezvous_handler_registry.register("bound", BoundRendezvous)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that was closed: it ends no training
     try:
         torchrun(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *sys.argv[1:]])

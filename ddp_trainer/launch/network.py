@@ -30,16 +30,16 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     return future.result(timeout)
 
 
-def resolve(name: str, *, timeout: float) -> str:
-    """Return the address of the host `name`, IPv4 if it has one.
+def address_of(name: str) -> str:
+    """Return the address of the host `name`, IPv4 if it has one; OSError or UnicodeError if there is none."""
+    answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
 
-    Raises:
-        ConfigError: the name is unknown.
-        TransientError: the name server does not answer within `timeout` seconds.
-    """
+
+def resolve(name: str, *, timeout: float) -> str:
+    """Return `address_of` a host; ConfigError if it is unknown, TransientError if no name server answers in time."""
     try:
-        answers = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), timeout)
-        return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
+        return call_with_timeout(lambda: address_of(name), timeout)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
         is_silent = isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN
         cause = "the name server does not answer" if is_silent else "unknown name"
@@ -63,7 +63,7 @@ def address_towards(address: str) -> str:
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens on `address` alone; port 0 is any free port."""
-    return socket.create_server((address, port), family=_family(address), backlog=1024)
+    return socket.create_server((address, port), family=_family(address), backlog=2048)
 
 
 async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
