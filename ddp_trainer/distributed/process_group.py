@@ -6,10 +6,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,20 +80,14 @@ class World:
 
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Return rank 0's `data`, of any length. Collective: every rank must call this."""
-        length = self.broadcast_object(len(data))
-        if self.world_size == 1 or length == 0:
-            return data[:length]
-        tensor = self._to_tensor(data if self.is_main else bytes(length))
-        dist.broadcast(tensor, src=0)
-        return tensor.cpu().numpy().tobytes()
+        if (length := self.broadcast_object(len(data))) == 0:
+            return b""
+        return self.broadcast(self._to_tensor(data if self.is_main else bytes(length))).cpu().numpy().tobytes()
 
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``; if it raises a Config- or TransientError on any rank, raise that of the lowest on all.
 
-        Collective: every rank must call this.
-
-        Raises:
-            ConfigError, TransientError: names the rank, unless it is rank 0 or all ranks raise the same.
+        The error names the rank, unless it is rank 0 or all raise the same. Collective: every rank must call this.
         """
         result, failure = None, None
         try:
@@ -172,29 +167,12 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
 
 
 def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
-    """Call ``attempt()`` before the process group is joined, however long it takes.
+    """Call ``attempt()`` before the process group is joined; ranks that wait for this one to join wait on meanwhile.
 
     Returns a function of the group's `World`, which all ranks must call: it returns the result, or raises on all ranks
     what ``attempt()`` has raised on one, a ConfigError or TransientError.
     """
-    result: Any = None
-    try:
-        with announce_busy(environment):
-            result = attempt()
-    except (ConfigError, TransientError) as error:
-        result = error
-
-    def outcome() -> T:
-        if isinstance(result, ConfigError | TransientError):
-            raise result
-        return result
-
-    return lambda world: world.raise_on_any_rank(outcome)
-
-
-@contextmanager
-def announce_busy(environment: Environment) -> Iterator[None]:
-    """Let the ranks that wait for this one to join wait on inside the context, for example while it writes a cache."""
+    future: Future[T] = Future()
     done = threading.Event()
 
     def announce() -> None:
@@ -204,16 +182,18 @@ def announce_busy(environment: Environment) -> Iterator[None]:
                 store = store or next(dist.rendezvous("env://"))[0]
                 store.add(BUSY, 1)
 
-    is_waited_for = environment.has_agent_store and environment.world_size > 1 and not dist.is_initialized()
     thread = threading.Thread(target=announce, name="busy", daemon=True)
-    if is_waited_for:
+    if environment.has_agent_store and environment.world_size > 1 and not dist.is_initialized():
         thread.start()
     try:
-        yield
+        future.set_result(attempt())
+    except (ConfigError, TransientError) as error:
+        future.set_exception(error)
     finally:
         done.set()
-        if is_waited_for:
+        if thread.is_alive():
             thread.join(BUSY_SECONDS)
+    return lambda world: world.raise_on_any_rank(future.result)
 
 
 def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

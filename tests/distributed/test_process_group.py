@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import interface_towards, read_environment, set_interface
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.process_group import World, announce_busy, join_round, process_group
+from ddp_trainer.distributed.process_group import World, join_round, prepare, process_group
 
 CPU: dict[str, Any] = {"device": Device.cpu, "backend": Backend.auto, "num_threads": 1}
 TORCHRUN = {
@@ -95,7 +94,9 @@ def join_late(is_announced: bool) -> str:
     """Join 9 s after the others of a group whose ranks wait for 5 s."""
     environment = read_environment()
     if environment.rank == 1:
-        with announce_busy(environment) if is_announced else nullcontext():
+        if is_announced:
+            prepare(lambda: time.sleep(9), environment)
+        else:
             time.sleep(9)
     try:
         with process_group(environment, timeout_seconds=5, **CPU) as world:
