@@ -24,18 +24,12 @@ import torch.distributed as dist
 
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.environment import Environment
-from ddp_trainer.distributed.failure_report import (
-    REPORTED,
-    command_to_continue,
-    error_lines,
-    report,
-    write_error_file,
-)
+from ddp_trainer.distributed.failure_report import REPORTED, command_to_continue, report, write_error_file
 from ddp_trainer.distributed.files import replace_text
+from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.distributed.progress import ProgressClock
 from ddp_trainer.distributed.stack_exchange import PROCESSES, STACKS, StackExchange
-from ddp_trainer.distributed.stacks import RankStack, RankStatus, absent_ranks, grouped_lines, own_stack
+from ddp_trainer.distributed.stacks import ProgressClock, RankStatus, absent_ranks, grouped_lines, with_stack
 from ddp_trainer.registry import PluginError
 
 HEARTBEAT_SECONDS = 1.0
@@ -63,20 +57,13 @@ class FailureMonitor:
     """
 
     def __init__(
-        self,
-        world: World,
-        environment: Environment,
-        *,
-        run_dir: Path,
-        timeout_seconds: float,
-        stop_requested: Callable[[], bool] = lambda: False,
+        self, world: World, environment: Environment, stop: GracefulStop, *, run_dir: Path, timeout_seconds: float
     ) -> None:
         self._phase, self.step = "start", 0
         self.on_failure: Callable[[], None] = lambda: None
         """Called once on each rank that can, before the job ends with a failure; from either thread."""
         self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
-        self._world, self._environment, self._run_dir = world, environment, run_dir
-        self._stop_requested = stop_requested
+        self._world, self._environment, self._stop, self._run_dir = world, environment, stop, run_dir
         self._max_silence = max(timeout_seconds / 2, MIN_SILENCE_SECONDS)
         self._max_still = max(STILL_SHARE * timeout_seconds, self._max_silence)
         self._launcher = os.getppid()
@@ -86,7 +73,7 @@ class FailureMonitor:
         if environment.under_torchrun:
             store = dist.TCPStore(environment.master_addr, port, is_master=False, timeout=timedelta(seconds=10))
             self._store = dist.PrefixStore(prefix, store)
-        self._stacks = StackExchange(world, self._store, self._own_stack, self._status)
+        self._stacks = StackExchange(world, self._store, self._own_status, self._status)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
 
@@ -111,10 +98,14 @@ class FailureMonitor:
         if isinstance(error, Exception) and not isinstance(error, ConfigError | TransientError | PluginError):
             self._failing()
             if lines := self._root_cause(error):
-                path = self._write("failure.log", "".join(traceback.format_exception(error)))
-                self._report([*lines, f"traceback: {path}"], since=time.time())
-            else:
-                self._wait_for_launcher()
+                text = "".join(traceback.format_exception(error))
+                self._report(lines, "traceback", "failure.log", text, since=time.time())
+            else:  # wait until the launcher ends this rank, as it does with all ranks after a failure
+                deadline = time.monotonic() + GRACE_SECONDS
+                while time.monotonic() < deadline:
+                    if self._stop.is_set:
+                        self._exit(0)
+                    time.sleep(0.1)
             error.add_note(REPORTED)
         self._done.set()
         self._thread.join()
@@ -168,9 +159,6 @@ class FailureMonitor:
         idle, still = self._progress.idle_seconds, self._progress.still_seconds
         return RankStatus(self._world.rank, socket.gethostname(), self.phase, self.step, time.time(), idle, still)
 
-    def _own_stack(self) -> RankStack:
-        return own_stack(self._world.rank, self.phase, self.step)
-
     def _status(self, rank: int) -> RankStatus | None:
         key = f"status/{rank}"
         return RankStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
@@ -184,7 +172,7 @@ class FailureMonitor:
         """Return whether the job hangs: this rank does nothing, and it either waits for no other or for all others."""
         if self.phase in (COMPILATION, END):
             return False
-        return not self._own_stack().is_waiting or all(
+        return not with_stack(self._own_status()).is_waiting or all(
             status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
             for status in self._statuses_of_others()
         )
@@ -202,8 +190,8 @@ class FailureMonitor:
         first = absent[0].line(f"{failure}, in") if absent else all_wait
         lines = [first, *grouped_lines(stacks)[:MAX_GROUPS]]
         if self._claim(lines):
-            path = self._write("hang.log", "\n".join([*lines, "", *(stack.text() for stack in stacks)]))
-            self._report([*lines, f"stacks: {path}"], since=since)
+            text = "\n".join([*lines, "", *(stack.text() for stack in stacks)])
+            self._report(lines, "stacks", "hang.log", text, since=since)
         self._exit(1)
 
     def _show_stacks(self) -> None:
@@ -246,7 +234,11 @@ class FailureMonitor:
 
     def _root_cause(self, error: Exception) -> list[str]:
         """Return the lines of this rank's report, or none if another rank reports the root cause."""
-        lines = [self._own_status().line(getattr(error, "outcome", "failed first, in")), *error_lines(error)]
+        lines = [
+            self._own_status().line(getattr(error, "outcome", "failed first, in")),
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            *(f"at {f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_tb(error.__traceback__)[-1:]),
+        ]
         try:
             if any(part in str(error) for part in LOST_PEER):
                 lines = [status.line(LOST) for status in self._silent_ranks()] or lines
@@ -256,16 +248,16 @@ class FailureMonitor:
 
     def _silent_ranks(self) -> list[RankStatus]:
         """Return the status of the other ranks that send no heartbeat, at once when there is a root cause."""
-        was_stopping, deadline = self._stop_requested(), time.monotonic() + MIN_SILENCE_SECONDS
+        was_stopping, deadline = self._stop.is_set, time.monotonic() + MIN_SILENCE_SECONDS
         silent = self._statuses_of_others()
         while silent and time.monotonic() < deadline and not self._store.check(["root_cause"]):
             time.sleep(HEARTBEAT_SECONDS)
-            if self._stop_requested() and not was_stopping:
+            if self._stop.is_set and not was_stopping:
                 self._exit(0)  # torchrun ends this rank, and prints the error file of the one that was killed
             silent = [status for status in silent if self._status(status.rank) == status]
         processes = [self._stacks.processes[status.rank] for status in silent]
-        may_live = any(process.is_alive() or process.host != socket.gethostname() for process in processes)
-        if was_stopping and silent and not may_live:
+        have_ended = all(process.host == socket.gethostname() and not process.is_alive() for process in processes)
+        if was_stopping and silent and have_ended:
             self._exit(0)  # the same, where torchrun was faster than the collective
         return silent
 
@@ -273,20 +265,14 @@ class FailureMonitor:
         """Publish the first line as the root cause, unless there is one. Return whether it is the root cause."""
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
 
-    def _report(self, lines: list[str], *, since: float) -> None:
+    def _report(self, lines: list[str], title: str, name: str, text: str, *, since: float) -> None:
+        """Report `lines`, and write more in a file: its name, content and title."""
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
+        lines = [*lines, f"{title}: {self._write(name, text)}"]
         checkpoint = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
         report(self._text(lines, checkpoint=str(checkpoint)), self._environment, since=since)
 
     def _text(self, lines: list[str], *, checkpoint: str) -> str:
         command = command_to_continue(self._environment)
         return "\n".join([*lines, f"last good checkpoint: {checkpoint}", f"to continue: {command}"])
-
-    def _wait_for_launcher(self) -> None:
-        """Wait until the launcher ends this rank, as it does with all ranks after a failure: this is exit code 0."""
-        deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline:
-            if self._stop_requested():
-                self._exit(0)
-            time.sleep(0.1)

@@ -39,13 +39,6 @@ def write_error_file(path: str, text: str, *, since: float) -> None:
     temporary.replace(path)
 
 
-def error_lines(error: Exception) -> list[str]:
-    """Return the type, message and place of `error`."""
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    message = " ".join(str(error).split())[:300]
-    return [f"{type(error).__name__}: {message}", *(f"at {f.filename}:{f.lineno} in {f.name}" for f in frames)]
-
-
 def command_to_continue(environment: Environment) -> str:
     """Return the command line that resumes this run: the one that started it, without resume=never."""
     num_nodes, ranks = environment.world_size // environment.local_world_size, environment.local_world_size

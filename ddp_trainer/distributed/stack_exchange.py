@@ -6,14 +6,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ddp_trainer.config.errors import ConfigError, require, require_run_dir
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.distributed.stacks import RankProcess, RankStack, RankStatus, StackFile
+from ddp_trainer.distributed.stacks import RankProcess, RankStatus, StackFile, with_stack
 
 PROCESSES, STACKS = "processes.json", "stacks.log"
 ANSWER_SECONDS = 15.0
@@ -33,10 +33,7 @@ def read_processes(run_dir: Path) -> list[RankProcess]:
 
 
 def stacks_of(run_dir: Path) -> str:
-    """Return where the ranks are that train in `run_dir` now: the content of stacks.log.
-
-    Asks a rank on this host, which asks the others. Raises ConfigError if there is none, or it does not answer.
-    """
+    """Return the stacks of the ranks that train in `run_dir` now; ConfigError if no rank on this host answers."""
     require_run_dir(run_dir)
     processes = read_processes(run_dir)
     hosts = {process.host for process in processes}
@@ -59,18 +56,17 @@ def stacks_of(run_dir: Path) -> str:
 class StackExchange:
     """Asks all ranks where they are, and answers. Collective: every rank must construct one.
 
-    A question is a key in `store`: the first rank that sets it collects the answers. own_stack: returns the stack of
-    this rank. status: returns the last heartbeat of a rank; None if it has sent none.
+    A question is a key in `store`: the first rank that sets it collects the answers. own: returns the status of this
+    rank. last: returns the last heartbeat of a rank; None if it has sent none.
     """
 
     def __init__(
-        self, world: World, store: dist.Store, own_stack: Callable[[], RankStack],
-        status: Callable[[int], RankStatus | None],
-    ) -> None:  # fmt: skip
-        self.world, self.store, self.own_stack, self.status = world, store, own_stack, status
+        self, world: World, store: dist.Store, own: Callable[[], RankStatus], last: Callable[[int], RankStatus | None]
+    ) -> None:
+        self.world, self.store, self.own, self.last = world, store, own, last
         self.file, self.number = StackFile(), 0
-        own = RankProcess(world.rank, socket.gethostname(), os.getpid(), self.file.file.fileno())
-        self.processes = [RankProcess(*values) for values in world.all_gather_object(astuple(own))]
+        process = RankProcess(world.rank, socket.gethostname(), os.getpid(), self.file.file.fileno())
+        self.processes = [RankProcess(*values) for values in world.all_gather_object(astuple(process))]
 
     def answer(self) -> None:
         """Answer a question if there is one, for this rank and for silent ones of its host."""
@@ -78,14 +74,14 @@ class StackExchange:
             return
         number, self.number = self.number, self.number + 1
         wake = self.store.get(f"question/{number}").startswith(b"wake")
-        self._publish(number, self.own_stack())
+        self._publish(number, with_stack(self.own()))
         for process in self.processes:
-            status = self.status(process.rank) if process.rank != self.world.rank and process.is_alive() else None
+            status = self.last(process.rank) if process.rank != self.world.rank and process.is_alive() else None
             if status and time.time() - status.heartbeat > SILENT_SECONDS and (frames := process.frames(wake=wake)):
-                self._publish(number, RankStack(process.rank, process.host, status.phase, status.step, frames))
+                self._publish(number, replace(status, frames=frames))
 
-    def ask(self, *, wake: bool) -> list[RankStack] | None:
-        """Return the stacks of all ranks, without frames for those that did not answer; None if another rank asks.
+    def ask(self, *, wake: bool) -> list[RankStatus] | None:
+        """Return the status of all ranks, with the stack of those that answer; None if another rank asks.
 
         wake: continue stopped ranks, because the job is about to be ended.
         """
@@ -94,18 +90,18 @@ class StackExchange:
         self.answer()
         if not is_first:
             return None
-        deadline, found = time.monotonic() + COLLECT_SECONDS, dict[int, RankStack]()
+        deadline, found = time.monotonic() + COLLECT_SECONDS, dict[int, RankStatus]()
         while len(found) < self.world.world_size and time.monotonic() < deadline:
             for rank in range(self.world.world_size):
                 if rank not in found and self.store.check([f"answer/{number}/{rank}"]):
-                    found[rank] = RankStack(*json.loads(self.store.get(f"answer/{number}/{rank}")))
+                    found[rank] = RankStatus(*json.loads(self.store.get(f"answer/{number}/{rank}")))
             time.sleep(0.05)
-        return [found.get(rank) or self._unknown(rank) for rank in range(self.world.world_size)]
+        return [
+            found.get(process.rank)
+            or self.last(process.rank)
+            or RankStatus(process.rank, process.host, "an unknown phase", step=0)
+            for process in self.processes
+        ]
 
-    def _publish(self, number: int, stack: RankStack) -> None:
-        self.store.set(f"answer/{number}/{stack.rank}", json.dumps(astuple(stack)))
-
-    def _unknown(self, rank: int) -> RankStack:
-        status = self.status(rank)
-        phase, step = (status.phase, status.step) if status is not None else ("an unknown phase", 0)
-        return RankStack(rank, self.processes[rank].host, phase, step)
+    def _publish(self, number: int, status: RankStatus) -> None:
+        self.store.set(f"answer/{number}/{status.rank}", json.dumps(astuple(status)))

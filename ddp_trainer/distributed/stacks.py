@@ -1,4 +1,4 @@
-"""The Python stacks of the main threads of ranks, and which ranks wait for others."""
+"""The status of ranks: their progress, the Python stacks of their main threads, and which ranks wait for others."""
 
 import faulthandler
 import json
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,46 +28,34 @@ With NCCL a collective returns at once, and the host waits where it reads the re
 """
 QUIT_SECONDS = 1.5
 """How long a process may take to write its stacks after SIGQUIT."""
-MAX_FRAMES, MAX_COLLECTIVES = 40, 3
-RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-"""The functions of torch that return its flight recorders, of gloo and of NCCL."""
+BUSY_SHARE = 0.1
+"""A thread that uses more of a core than this computes, on a machine that may have more ranks than cores."""
+MAX_FRAMES, MAX_COLLECTIVES, MAX_RANKS = 40, 3, 8
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class RankPosition:
-    """The position of a rank in training."""
+class RankStatus:
+    """The position of a rank in training, and its stack; a heartbeat has no stack."""
 
     rank: int
     host: str
     phase: str
     step: int
-
-    def line(self, failure: str) -> str:
-        """Return one line of a report."""
-        return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus(RankPosition):
-    """The content of a heartbeat."""
-
-    heartbeat: float
-    """Its time, in unix seconds: each heartbeat has another one."""
+    heartbeat: float = 0.0
+    """The time of the heartbeat, in unix seconds: each one has another."""
     idle_seconds: float = 0.0
     """How long it has neither gone on to another phase nor computed."""
     still_seconds: float = 0.0
     """How long it has not gone on to another phase."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankStack(RankPosition):
-    """The position and the stack of a rank."""
-
     frames: Sequence[str] = ()
     """Of its main thread, as ``file:line in function``, the innermost first; empty if unknown."""
     collectives: Sequence[str] = ()
     """Its last collectives, the newest last; empty if unknown."""
+
+    def line(self, failure: str) -> str:
+        """Return one line of a report."""
+        return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
 
     @property
     def is_waiting(self) -> bool:
@@ -87,6 +75,31 @@ class RankStack(RankPosition):
         return "\n".join([title, *(f"  {frame}" for frame in self.frames or ["unknown"]), *last])
 
 
+class ProgressClock:
+    """Measures how long the main thread has stood still, and how long of that without computing.
+
+    The main thread adds 1 to `count` with everything that it does; another thread calls `update`. can_be_busy: whether
+    CPU time is a sign of computing; a thread that waits for a GPU uses it too.
+    """
+
+    def __init__(self, *, can_be_busy: bool) -> None:
+        self.count, self.can_be_busy = 0, can_be_busy
+        self.idle_seconds = self.still_seconds = 0.0
+        self._clock = time.pthread_getcpuclockid(threading.main_thread().ident or threading.get_ident())
+        self._last_count, self._last_cpu = 0, 0.0
+
+    def update(self, elapsed: float) -> None:
+        """Note whether there was progress in the last `elapsed` seconds."""
+        count, cpu = self.count, time.clock_gettime(self._clock)
+        if count != self._last_count:
+            self.idle_seconds = self.still_seconds = 0.0
+        else:
+            self.still_seconds += elapsed
+            if not self.can_be_busy or cpu - self._last_cpu < BUSY_SHARE * elapsed:
+                self.idle_seconds += elapsed
+        self._last_count, self._last_cpu = count, cpu
+
+
 def is_library(frame: str) -> bool:
     """Return whether `frame` belongs to Python, to torch or to this package's way of waiting."""
     is_installed = "/site-packages/" in frame or "/dist-packages/" in frame
@@ -94,12 +107,12 @@ def is_library(frame: str) -> bool:
     return is_python or any(part in frame for part in ("/torch/", *WAITS))
 
 
-def own_stack(rank: int, phase: str, step: int) -> RankStack:
-    """Return the stack of this process's main thread."""
-    top = sys._current_frames().get(threading.main_thread().ident or 0)
-    entries = islice(traceback.walk_stack(top), MAX_FRAMES) if top is not None else ()
+def with_stack(status: RankStatus) -> RankStatus:
+    """Return the status of this process with the stack of its main thread, and its last collectives."""
+    top = sys._current_frames()[threading.main_thread().ident or 0]
+    entries = islice(traceback.walk_stack(top), MAX_FRAMES)
     frames = [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in entries]
-    return RankStack(rank, socket.gethostname(), phase, step, frames, last_collectives())
+    return replace(status, frames=frames, collectives=last_collectives())
 
 
 class StackFile:
@@ -174,7 +187,7 @@ def parse(text: str) -> list[str]:
     return [f"{file}:{line} in {name}" for file, line, name in FRAME.findall(last)]
 
 
-def absent_ranks(stacks: Sequence[RankStack]) -> list[RankStack]:
+def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for; [] if all wait in one place.
 
     They are those that do not wait, else all; of these those at the lowest step; of these the fewest in one place.
@@ -185,29 +198,26 @@ def absent_ranks(stacks: Sequence[RankStack]) -> list[RankStack]:
     return [] if len(absent) == len(stacks) and stacks[0].is_waiting else absent
 
 
-def grouped_lines(stacks: Sequence[RankStack]) -> list[str]:
+def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
     """Return a line for each place where ranks are, those that the others wait for first."""
     groups: dict[tuple[str, int, str], list[int]] = {}
     absent = {stack.rank for stack in absent_ranks(stacks)}
     for stack in sorted(stacks, key=lambda stack: (stack.rank not in absent, stack.rank)):
         groups.setdefault((stack.phase, stack.step, stack.place), []).append(stack.rank)
-    return [
-        f"{numbers(ranks)}: {phase} after step {step}, at {place}" for (phase, step, place), ranks in groups.items()
-    ]
-
-
-def numbers(ranks: Sequence[int], limit: int = 8) -> str:
-    """Return ``rank 1``, or ``ranks 0, 2, 3``."""
-    listed = ", ".join(map(str, ranks[:limit])) + (f" and {len(ranks) - limit} more" if len(ranks) > limit else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    lines = []
+    for (phase, step, place), ranks in groups.items():
+        more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
+        numbers = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MAX_RANKS]))}{more}"
+        lines.append(f"{numbers}: {phase} after step {step}, at {place}")
+    return lines
 
 
 def last_collectives() -> list[str]:
-    """Return the last collectives of this process, numbered alike on all ranks, from torch's flight recorder."""
+    """Return the last collectives of this process, numbered alike on all ranks, from torch's flight recorders."""
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
 
-        dumps: list[Any] = [getattr(c10d, name, None) for name in RECORDERS]
+        dumps: list[Any] = [getattr(c10d, f"_dump_{name}_trace_json", None) for name in ("fr", "nccl")]
         entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
         return [
             f"#{entry['collective_seq_id']} {entry['profiling_name']} {entry['input_sizes']}"

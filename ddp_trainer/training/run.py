@@ -103,11 +103,8 @@ def build_trainer(
     """Return the trainer of a run, with its model, and with what is open until `stack` closes. Collective."""
     config, world = begun.config, begun.world
     monitor = stack.enter_context(
-        FailureMonitor(
-            world, environment, run_dir=run_dir, timeout_seconds=config.timeout_seconds,
-            stop_requested=lambda: stop.is_set,
-        )
-    )  # fmt: skip
+        FailureMonitor(world, environment, stop, run_dir=run_dir, timeout_seconds=config.timeout_seconds)
+    )
     own_loggers = config.logger.values() if world.is_main else ()
     loggers = stack.enter_context(world.raise_on_any_rank(lambda: build_loggers(own_loggers, run_dir)))
     checkpoints = CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world)

@@ -16,6 +16,7 @@ from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
 from ddp_trainer.distributed.failure_report import command_to_continue
+from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import process_group
 
 
@@ -25,7 +26,9 @@ def run_monitored(body, folder: str, timeout_seconds: float) -> str:
     environment = read_environment()
     with (
         process_group(environment, device=Device.cpu, backend=Backend.gloo, num_threads=1, timeout_seconds=60) as world,
-        FailureMonitor(world, environment, run_dir=Path(folder), timeout_seconds=timeout_seconds) as monitor,
+        FailureMonitor(
+            world, environment, GracefulStop(), run_dir=Path(folder), timeout_seconds=timeout_seconds
+        ) as monitor,
     ):
         monitor.phase, monitor.step = "data", 3
         body(world.rank, monitor)

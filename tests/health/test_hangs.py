@@ -11,7 +11,7 @@ import pytest
 from conftest import TINY, clean_environment, launch, run_command, torchrun, wait_for
 
 from ddp_trainer.distributed.stack_exchange import read_processes
-from ddp_trainer.distributed.stacks import RankStack, absent_ranks, grouped_lines, parse
+from ddp_trainer.distributed.stacks import RankStatus, absent_ranks, grouped_lines, parse
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 PHASES = {
@@ -139,8 +139,8 @@ BACKWARD = "/x/site-packages/torch/autograd/graph.py:800 in _engine_run_backward
 LOAD = "/home/me/images.py:12 in read"
 
 
-def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankStack:
-    return RankStack(rank, "node", phase, step, [frame])
+def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankStatus:
+    return RankStatus(rank, "node", phase, step, frames=[frame])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankSta
         ([at(0, LOAD, "data"), at(1, LOAD, "data"), at(2, LOAD, "forward")], [2]),
     ],
 )
-def test_the_absent_ranks_are_those_that_the_others_wait_for(stacks: list[RankStack], absent: list[int]) -> None:
+def test_the_absent_ranks_are_those_that_the_others_wait_for(stacks: list[RankStatus], absent: list[int]) -> None:
     assert [stack.rank for stack in absent_ranks(stacks)] == absent
 
 
