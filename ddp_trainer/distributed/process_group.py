@@ -231,10 +231,7 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
 
 
 def shutdown() -> None:
-    """Leave the process group, if this process is in one. Every reference to a DDP module must be gone.
-
-    A DDP module that is alive at this point aborts the interpreter at exit in one of five two-rank runs.
-    """
+    """Leave the process group, if there is one; a DDP module that is still alive may abort the interpreter at exit."""
     gc.collect()  # DDP modules are in reference cycles
     if dist.is_initialized():
         dist.destroy_process_group()
