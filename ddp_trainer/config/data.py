@@ -150,8 +150,9 @@ class ImageFilesConfig(DataConfig):
     cache_dir: str | None = field(default=None, metadata=FREE)
     """Folder of the cache and of the list of files, on a disk of this node; null: ~/.cache/ddp_trainer."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    """Mean per channel, on pixels scaled to [0, 1]; the default mean and std are those of ImageNet."""
+    """Mean of the training split per channel, on pixels scaled to [0, 1]; the default is that of ImageNet."""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    """Standard deviation of the training split per channel; the default is that of ImageNet."""
     augment: FileAugmentConfig = field(default_factory=lambda: FileAugmentConfig(random_hflip=True))  # type: ignore[override]
 
 
@@ -176,9 +177,9 @@ class TorchvisionDataConfig(ImageFilesConfig):
     arguments: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the class; for example EMNIST needs +data.arguments.split=letters."""
     mean: list[float] = field(default_factory=lambda: [0.5])
-    """Per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
+    """Mean of the training split per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
     std: list[float] = field(default_factory=lambda: [0.25])
-    """Per channel; one value applies to all channels."""
+    """Standard deviation of the training split per channel; one value applies to all channels."""
 
 
 @dataclass(kw_only=True, slots=True)
