@@ -149,6 +149,7 @@ def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tm
         rf"error: (node 1: stopped by the head: )?node {slow} reaches \d+ % of the median of the other nodes in its "
     )
     assert all(re.search(named, node.output) for node in ended)
+    assert "stopped by the head" not in ended[slow].output
     [run_dir] = (tmp_path / "private").iterdir()
     assert (run_dir / "excluded_nodes").read_text() == f"{socket.gethostname()}\n"
 

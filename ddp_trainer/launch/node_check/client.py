@@ -62,7 +62,7 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
             result = None
     if result is None or not is_signed:
         raise TransientError(f"the head at {node.head[0]} has ended, or does not answer any more: see its output")
-    if result.error in ("", error):
+    if not result.error or result.error[2:].startswith(f"node {node.node_rank} "):  # this node is the cause
         return result.error
     return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}"
 
