@@ -15,13 +15,13 @@ from ddp_trainer.distributed.environment import end_with_launcher, limit_spinnin
 def main() -> None:
     """Run the command that ``sys.argv`` names, `train` if it names none."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ends the process at once, until a training handles it; some imports go on after a KeyboardInterrupt.
+        # SIGINT ends the process until a training handles it, because some imports ignore a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
     if command in ("", "train"):
-        faulthandler.register(signal.SIGQUIT, file=2)  # stacks to stderr, until a job collects those of all ranks
+        faulthandler.register(signal.SIGQUIT, file=2)  # to stderr, until the job collects the stacks of all ranks
     from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
 
     with errors_as_exit_codes():

@@ -1,4 +1,4 @@
-"""The choices of each config group by name: a schema and a builder, registered once, by this project and by plug-ins.
+"""The choices of each config group by name: this project and plug-ins register a schema and a builder for each.
 
 A plug-in is a module whose import registers choices. It is found through the entry-point group ``ddp_trainer.plugins``
 or named in the environment variable ``DDP_TRAINER_PLUGINS``.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class PluginError(Exception):
-    """A plug-in cannot be loaded, or does not return what it must; ``str(error)`` is the whole message."""
+    """A plug-in cannot be loaded, or its builder returns a wrong type; ``str(error)`` is the whole message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def register(
     """Register a choice; without `builder`, return a decorator for the function that builds it.
 
     Raises:
-        ValueError: the schema or the builder does not fit, or the name is taken.
+        ValueError: the schema or the builder is not valid, or the name is already registered.
     """
     field = getattr(schema, "__dataclass_fields__", {}).get("name")
     if field is None or field.default != name:
@@ -105,10 +105,10 @@ def find(group: str, schema: type) -> Choice | None:
 
 
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
-    """Call the builder of the choice whose schema `config` is an object of, with `config` and the other arguments.
+    """Return what the builder of the choice with the schema of `config` returns for `config` and the other arguments.
 
     Raises:
-        PluginError: the builder returns something else than an object of `returns`.
+        PluginError: the builder returns an object of another type than `returns`.
     """
     choice = find(group, type(config))
     assert choice is not None, "checked by Config"
@@ -125,7 +125,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
     """Import the plug-ins of installed packages and the given `modules`.
 
     Raises:
-        PluginError: one of them cannot be imported.
+        PluginError: a plug-in cannot be imported.
     """
     installed = {entry.module: entry.dist for entry in entry_points(group="ddp_trainer.plugins")}
     for name in [*installed, *modules]:
@@ -142,7 +142,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 
 
 def plugin_versions() -> dict[str, str]:
-    """Return the version of each module that has registered choices; of one without any, a digest of its files."""
+    """Return the version of each module that has registered choices, or a digest of its files if it has no version."""
     known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
     modules = {choice.schema.__module__.partition(".")[0] for group in _choices.values() for choice in group.values()}
     return _plugins | {name: _version(sys.modules[name]) for name in sorted(modules - known)}

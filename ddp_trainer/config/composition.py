@@ -1,4 +1,4 @@
-"""Declares the choices to Hydra, converts what it composed to a validated `Config`, and that to builtins and back."""
+"""Registers the choices with Hydra, and converts between a composed config, a validated `Config` and builtins."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def register_configs() -> None:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Return what Hydra composed as a validated `Config`; raises as `from_builtins` does."""
+    """Return the config that Hydra composed as a validated `Config`. Raises the same errors as `from_builtins`."""
     tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return from_builtins(cast(dict[str, Any], tree))
 
@@ -49,7 +49,7 @@ def to_config(composed: DictConfig) -> Config:
 def job_dir(output_dir: str, name: str) -> Path:
     """Return the run directory: a function of the config alone, the same on every rank and after a restart.
 
-    In a sweep it is named after the overrides that Hydra is running.
+    In a sweep it is a subfolder that is named after the overrides of the current job.
     """
     run_dir = Path(output_dir).expanduser() / name
     settings = HydraConfig.get()
@@ -79,7 +79,7 @@ def to_builtins(config: Any) -> dict[str, Any]:
 
 
 def from_builtins(tree: dict[str, Any]) -> Config:
-    """Return the `Config` of which `to_builtins` made `tree`.
+    """Return the `Config` that `to_builtins` converted to `tree`.
 
     Raises:
         ConfigError: a value breaks a rule.
@@ -100,7 +100,7 @@ def from_builtins(tree: dict[str, Any]) -> Config:
 
 
 def config_digest(config: Any) -> str:
-    """Return a hash that is equal on two ranks exactly when their configs are."""
+    """Return a hash that is equal on two ranks if and only if their configs are equal."""
     return hashlib.sha256(json.dumps(to_builtins(config), sort_keys=True).encode()).hexdigest()
 
 

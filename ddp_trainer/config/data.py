@@ -32,7 +32,7 @@ class AugmentConfig:
     """Alpha of CutMix: the share of the area is drawn from Beta(alpha, alpha); 0: no CutMix."""
 
     def check_images(self, channels: int, height: int, width: int) -> None:
-        """Check that images of this shape can be augmented so; ConfigError if not."""
+        """Check that this augmentation is possible for images of this shape; ConfigError if not."""
         require(
             channels in (1, 3) or not (self.rand_augment or self.color_jitter),
             f"data.augment.rand_augment and color_jitter are for images of 1 or 3 channels and these have {channels}",
@@ -58,7 +58,7 @@ class DataConfig:
     mean: list[float] = field(default_factory=lambda: [0.5])
     """Mean of the training split per channel, on pixels scaled to [0, 1]; subtracted after augmentation."""
     std: list[float] = field(default_factory=lambda: [0.25])
-    """Standard deviation of the training split per channel; divided by after the mean is subtracted."""
+    """Standard deviation of the training split per channel; pixels are divided by it after the mean is subtracted."""
     validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split; 0: none."""
     num_workers: Any = field(  # int | str, which omegaconf 2.3 cannot merge inside of a group
@@ -66,9 +66,9 @@ class DataConfig:
         metadata=FREE
         | rule("auto or 0 to 1024", lambda value: value == "auto" or (type(value) is int and 0 <= value <= 1024)),
     )
-    """Threads per rank that read images ahead, of data sets that are streamed; auto: one per usable core, 2 to 16."""
+    """Threads per rank that read images of streamed data sets in advance; auto: one per usable core, 2 to 16."""
     on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
-    """skip: leave out images that cannot be decoded, and list them; only for data sets that are streamed."""
+    """skip: leave out images that cannot be decoded, and list them; only for streamed data sets."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class DataConfig:
 
     @property
     def eval_split(self) -> str:
-        """The name of the split that is evaluated on: validation or test."""
+        """The name of the split to evaluate: validation or test."""
         return "validation" if self.validation_fraction else "test"
 
 
@@ -102,7 +102,7 @@ class DigitsConfig(DataConfig):
 class FashionMnistConfig(DataConfig):
     name: str = "fashion_mnist"
     root: str | None = field(default=None, metadata=FREE)
-    """Folder with the four IDX files (gz or not); null: Debian's, else ~/.cache, downloaded once."""
+    """Folder with the four IDX files (gzipped or not); null: Debian's folder, else ~/.cache, downloaded once."""
     mean: list[float] = field(default_factory=lambda: [0.2860])
     std: list[float] = field(default_factory=lambda: [0.3530])
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_hflip=True))
@@ -144,7 +144,7 @@ class ImageFilesConfig(DataConfig):
     root: str | None = field(default=None, metadata=FREE)
     """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
     image_size: int = field(default=224, metadata=POSITIVE)
-    """Height and width, in pixels, to which parts of the images are scaled."""
+    """Height and width, in pixels, to which image crops are scaled."""
     cache: Cache = Cache.none
     """uint8: keep images, scaled down to 8/7 of image_size, in a file that is written before the training starts."""
     cache_dir: str | None = field(default=None, metadata=FREE)
@@ -167,19 +167,19 @@ class TorchvisionDataConfig(ImageFilesConfig):
     dataset: str = "CIFAR10"
     """Name of a class of torchvision.datasets."""
     root: str | None = field(default=None, metadata=FREE)
-    """Folder of the data set, as that class has it; null: ~/.cache/ddp_trainer/torchvision."""
+    """Folder of the data set, in the layout of that class; null: ~/.cache/ddp_trainer/torchvision."""
     download: bool = field(default=False, metadata=FREE)
     """Download what is missing; one process per node downloads at a time."""
     train_split: str | None = None
-    """Value of the class's argument split for training; null: its default."""
+    """Value of the class's argument `split` for training; null: the default of that argument."""
     test_split: str | None = None
-    """Value of split for evaluation; null: the first of test, val and valid that exists."""
+    """Value of the argument `split` for evaluation; null: the first of test, val and valid that exists."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the class; for example EMNIST needs +data.arguments.split=letters."""
     mean: list[float] = field(default_factory=lambda: [0.5])
-    """Mean of the training split per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
+    """Mean per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
     std: list[float] = field(default_factory=lambda: [0.25])
-    """Standard deviation of the training split per channel; one value applies to all channels."""
+    """Standard deviation per channel; one value applies to all channels."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The errors that broken rules raise, and the rules of values, which stand in the metadata of schemas' fields."""
+"""The errors for invalid input, and the rules of values, which are the metadata of config fields."""
 
 import errno
 import math
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 FAILURE, USER_ERROR = 1, 2
-"""Exit codes: 2 tells a scheduler not to try again; a condition that may go away is 1."""
+"""Exit codes: 1 is for failures that may go away; 2 tells a scheduler not to try again."""
 USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ENOENT,
                errno.EINVAL, errno.ELOOP, errno.EEXIST)  # fmt: skip
-"""What the user can change about a path; other errors of a file system may go away."""
+"""Errors whose cause the user can change, such as a wrong path; other errors of a file system may go away."""
 FREE = {"free": True}
 """Metadata of a field that a resumed run may change, because it does not change the training."""
 
 
 def rule(words: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return metadata of a field whose value must be as `words` say; null passes every rule."""
+    """Return metadata of a field whose values must satisfy `holds`, as `words` describe; null is always valid."""
     return {"must_be": words, "holds": holds}
 
 
@@ -43,7 +43,7 @@ def path_error(error: OSError, message: str) -> ConfigError | TransientError:
 
 
 class JobError(Exception):
-    """A job of a sweep failed in processes of its own; its launcher has reported it already."""
+    """A job of a sweep failed in its own processes, whose launcher has already reported the error."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -69,7 +69,7 @@ def check_values(section: Any, prefix: str = "") -> None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ``: did you mean …?`` with those of `known` that are spelled like `word`; an empty text if none is."""
+    """Return ``: did you mean …?`` with the names in `known` that are spelled like `word`; "" if there are none."""
     lower = {name.lower(): name for name in known}
     near = [lower[name] for name in get_close_matches(word.lower(), lower, n=3, cutoff=0.5)]
     return f": did you mean {' or '.join(near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""The group ``logger``, of which a run may have several: ``logger=[tensorboard,jsonl]``."""
+"""The group ``logger``; a run may have several loggers: ``logger=[tensorboard,jsonl]``."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,7 +42,7 @@ class WandbConfig(LoggerConfig):
     group: str | None = None
     """A name that related runs share, such as those of a sweep."""
     tags: list[str] = field(default_factory=list)
-    """Words by which runs are found."""
+    """Labels by which runs can be filtered."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class MlflowConfig(LoggerConfig):
     tracking_uri: str | None = None
     """Address of the server or database; null: MLFLOW_TRACKING_URI, else mlflow.db in output_dir."""
     experiment: str = "ddp_trainer"
-    """The experiment that the run belongs to; it is created if there is none."""
+    """The experiment that the run belongs to; it is created if it does not exist."""
 
 
 register_logger("tensorboard", TensorBoardConfig, builder="ddp_trainer.loggers.tensorboard:TensorBoardLogger")

@@ -1,7 +1,7 @@
 """Messages about the user's input, one line each: key and value, the rule, the fix.
 
-`check_overrides` refuses what Hydra would report in its own words; `format_config_error` words what Hydra and
-OmegaConf raise while a config is composed.
+`check_overrides` rejects overrides that Hydra would report in its own words; `format_config_error` rewords the errors
+that Hydra and OmegaConf raise while a config is composed.
 """
 
 import types
@@ -31,7 +31,7 @@ HELP = "--help lists the keys"
 
 
 def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None:
-    """Refuse overrides that Hydra would accept, or refuse in words of its own."""
+    """Raise ConfigError for overrides that Hydra would accept by mistake, or reject in its own words."""
     known = known_keys()
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key, text = override.key_or_group, override.input_line or override.key_or_group
@@ -63,7 +63,7 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """Return in one line what is wrong; `arguments` are those of the command line, to quote from."""
+    """Return a message of one line for `error`, which quotes from the command-line `arguments`."""
     cause = error.__cause__ or error.__context__
     match error:
         case ConfigError() | TransientError() | registry.PluginError():
@@ -106,7 +106,7 @@ def _quote(key: str | None, arguments: Sequence[str]) -> str:
 
 
 def choose(group: str) -> str:
-    """Return the advice to choose one of the choices of `group`."""
+    """Return the last part of a message about `group`: the valid choices."""
     if group == "experiment":
         return "name a file of conf/experiment, or leave it out"
     return f"choose from {', '.join(sorted(registry.choices(group)))}"
@@ -123,7 +123,7 @@ def _unknown_choice(error: MissingConfigException) -> str:
 
 
 def known_keys() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return (type, metadata) of every key that a config may have under some choice of groups, by dotted name."""
+    """Return (type, metadata), by dotted name, of every key that exists for any choice of the groups."""
     keys: dict[str, tuple[Any, Mapping[str, Any]]] = {}
 
     def add(schema: Any, prefix: str) -> None:
@@ -168,7 +168,7 @@ def _listed(items: Sequence[str]) -> str:
 
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     key = (error.full_key or "").partition("[")[0]
-    options = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}  # of a command
+    options = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}  # the keys of a command
     hint, metadata = known_keys().get(key, (options.get(key), {}))
     text = _quote(key, arguments)
     if hint is None:
@@ -178,7 +178,7 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     if is_dataclass(hint):
         rule = choose(key) if key in registry.GROUPS else f"set {key}.{_listed([field.name for field in fields(hint)])}"
         return f"{text} replaces a whole section: {rule}"
-    rule = metadata.get("must_be") if str in get_args(hint) else None  # of a key that may be auto
+    rule = metadata.get("must_be") if str in get_args(hint) else None  # if the key may be auto, its rule says so
     return f"{text} must be {rule or in_words(hint)}"
 
 
@@ -193,7 +193,7 @@ WORDS = {
 
 
 def in_words(hint: Any) -> str:
-    """Return what a value of the type `hint` is called."""
+    """Return the words for a value of the type `hint`, for example "a whole number"."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.name for choice in hint)}"
     if get_origin(hint) in (types.UnionType, Union):

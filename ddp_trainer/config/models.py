@@ -15,9 +15,9 @@ LeNetInit = StrEnum("LeNetInit", ["default", "d2l"])
 class ModelConfig:
     name: str = MISSING
     weights: str | None = None
-    """File of initial weights: safetensors, or of torch.save; the last layer is left out if its size differs."""
+    """File of initial weights (safetensors or torch.save); the last layer is not loaded if its size differs."""
     freeze: list[str] = field(default_factory=list)
-    """Name prefixes of parameters that are not trained; backbone: all but those of the last layer."""
+    """Name prefixes of parameters that are not trained; backbone: all parameters but those of the last layer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class ResNet18Config(ModelConfig):
 class LeNetConfig(ModelConfig):
     name: str = "lenet"
     init: LeNetInit = LeNetInit.default
-    """default: PyTorch's; d2l: weights from a normal distribution of standard deviation 0.01."""
+    """default: PyTorch's initialization; d2l: weights from a normal distribution of standard deviation 0.01."""
 
 
 @dataclass(kw_only=True, slots=True)

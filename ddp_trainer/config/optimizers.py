@@ -12,20 +12,20 @@ from ddp_trainer.registry import register_optimizer
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     skips_nonfinite: ClassVar[bool] = False
-    """Whether its ``step`` can leave out an update, by ``found_inf`` as torch's fused optimizers do."""
+    """Whether ``step`` skips an update if ``found_inf`` is set, as torch's fused optimizers do."""
 
     name: str = MISSING
     lr: float = field(default=0.1, metadata=POSITIVE)
-    """Peak learning rate for the global batch as given."""
+    """Peak learning rate; it does not depend on the global batch size unless scale_lr is true."""
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Weight decay: added to the gradient (sgd, lars) or decoupled and multiplied by lr (adamw, lamb)."""
     scale_lr: bool = False
     """Linear rule: multiply lr by global_batch_size / base_batch_size."""
     base_batch_size: int = field(default=256, metadata=POSITIVE)
-    """The global batch that `lr` was chosen for; read only when scale_lr is on."""
+    """The global batch size that `lr` was chosen for; used only if scale_lr is true."""
 
     def scaled_lr(self, global_batch_size: int) -> float:
-        """Return the learning rate for `global_batch_size` samples a step."""
+        """Return the learning rate for steps of `global_batch_size` samples."""
         return self.lr * global_batch_size / self.base_batch_size if self.scale_lr else self.lr
 
 
@@ -79,9 +79,9 @@ class LARSConfig(MomentumConfig):
     lr: float = field(default=5.0, metadata=POSITIVE)
     """Peak learning rate for the global batch as given; each layer multiplies it by its trust ratio."""
     weight_decay: float = field(default=5e-5, metadata=NOT_NEGATIVE)
-    """Weight decay, an L2 term added to the gradient; biases and normalization have none."""
+    """Weight decay, an L2 term added to the gradient; biases and normalization layers have none."""
     trust_coefficient: float = field(default=0.001, metadata=POSITIVE)
-    """Length of a layer's step over the length of its weights, at learning rate 1."""
+    """Norm of a layer's update divided by the norm of its weights, at learning rate 1."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class LAMBConfig(AdamConfig):
     lr: float = field(default=1e-2, metadata=POSITIVE)
     """Peak learning rate for the global batch as given; each layer multiplies it by its trust ratio."""
     weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
-    """Decoupled weight decay, multiplied by lr; biases and normalization have none."""
+    """Decoupled weight decay, multiplied by lr; biases and normalization layers have none."""
     eps: float = field(default=1e-6, metadata=POSITIVE)
 
 

@@ -12,7 +12,7 @@ from ddp_trainer.registry import register_scheduler
 class SchedulerConfig:
     name: str = MISSING
     warmup_epochs: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Epochs of linear warm-up; may be a fraction."""
+    """Epochs of linear warm-up; fractions are allowed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,9 +24,9 @@ class ConstantConfig(SchedulerConfig):
 class StepConfig(SchedulerConfig):
     name: str = "step"
     every_epochs: int = field(default=30, metadata=POSITIVE)
-    """Epochs between two drops."""
+    """Epochs between two drops of the learning rate."""
     gamma: float = field(default=0.1, metadata=rule("greater than 0 and at most 1", lambda value: 0 < value <= 1))
-    """Factor of each drop, in (0, 1]."""
+    """Factor of the learning rate at each drop, in (0, 1]."""
 
 
 @dataclass(kw_only=True, slots=True)

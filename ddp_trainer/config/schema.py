@@ -1,4 +1,4 @@
-"""The root of the config: one training run, with a choice of each group, and the rules that keys obey together."""
+"""The root of the config: one training run, with a choice of each group, and the rules that involve several keys."""
 
 import os
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ OnCorruption = StrEnum("OnCorruption", ["stop", "exclude"])
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every_steps: int | None = field(default=None, metadata=POSITIVE)
-    """Save after each so many optimizer steps, besides each epoch's end; null: epoch ends only."""
+    """Save every so many optimizer steps, and at the end of each epoch; null: only at the end of each epoch."""
     every_seconds: float | None = field(default=None, metadata=POSITIVE)
-    """Save when so much time has passed since the last save, by rank 0's clock; null: never."""
+    """Save when so many seconds have passed since the last save, by the clock of rank 0; null: never."""
     keep_last: int = field(default=3, metadata=POSITIVE)
-    """How many step checkpoints stay on disk."""
+    """Number of step checkpoints that are kept on disk."""
     keep_best: bool = True
     """Keep the checkpoint of the highest eval/top1 as best.pt."""
 
@@ -42,17 +42,17 @@ class EmaConfig:
     decay: float | None = field(
         default=None, metadata=rule("greater than 0 and less than 1, or null", lambda value: 0 < value < 1)
     )
-    """Evaluate and save a moving average of the weights; the share of the old average in the new one. null: none."""
+    """Decay per step of a moving average of the weights, which is evaluated and saved; null: no average."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckConfig:
     every_steps: int | None = field(default=None, metadata=POSITIVE)
-    """Every so many steps each rank's gradient is computed again on another rank and compared; null: never."""
+    """Every so many steps, compute each rank's gradient again on another rank and compare the two; null: never."""
     on_corruption: OnCorruption = OnCorruption.stop
-    """What to do beside ending the job: stop: nothing; exclude: launch/slurm.sbatch requeues it without that node."""
+    """stop: end the job; exclude: end it, and let launch/slurm.sbatch requeue it without the faulty node."""
     fitness: bool = False
-    """Before the job starts, compare the speed of its nodes: one that is 15 % slower than the others is named."""
+    """Before the job starts, compare the speed of its nodes and report a node that is 15 % slower than the others."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Config:
     epochs: int = field(default=10, metadata=POSITIVE | FREE)
     """Passes over the training split; the last incomplete global batch of each is dropped."""
     max_steps: int | None = field(default=None, metadata=POSITIVE | FREE)
-    """Stop after this many optimizer steps, counted over all launches; evaluate and save. null: train all epochs."""
+    """Evaluate, save and stop after this many optimizer steps, counted over all launches; null: train all epochs."""
     global_batch_size: int = field(default=256, metadata=POSITIVE)
     """Samples per optimizer step over all ranks and gradient accumulation steps."""
     eval_batch_size: int = field(default=1024, metadata=POSITIVE | FREE)
@@ -88,43 +88,43 @@ class Config:
     gradient_accumulation_steps: int = field(default=1, metadata=POSITIVE)
     """Forward and backward passes per optimizer step; more of them need less memory."""
     precision: Precision = Precision.auto
-    """auto: bf16 where the hardware of every rank multiplies it, else fp32."""
+    """auto: bf16 if the hardware of every rank multiplies bf16 fast, else fp32."""
     channels_last: bool | str = field(
         default="auto", metadata=FREE | rule("auto, true or false", lambda value: value in ("auto", True, False))
     )
     """Memory layout NHWC; auto: true."""
     compile: bool = field(default=False, metadata=FREE)
-    """Compile the model by torch.compile: slower to start, faster a step."""
+    """Compile the model with torch.compile: the start is slower, each step is faster."""
     deterministic: bool = field(default=False, metadata=FREE)
-    """Deterministic algorithms only: needed on a GPU for bitwise equal runs; a CPU run is bitwise equal without."""
+    """Use deterministic algorithms only: GPU runs need this to be bitwise equal, CPU runs do not."""
     num_threads: int | str = field(
         default="auto",
         metadata=FREE | rule("auto or 1 to 1024", lambda value: value == "auto" or value in range(1, 1025)),
     )
-    """Threads per rank; auto: usable cores / local ranks, whatever OMP_NUM_THREADS is."""
+    """Threads per rank; auto: usable cores / local ranks, ignoring OMP_NUM_THREADS."""
     device: Device = field(default=Device.auto, metadata=FREE)
-    """auto: cuda where there is one."""
+    """auto: cuda if there is a GPU, else cpu."""
     backend: Backend = field(default=Backend.auto, metadata=FREE)
     """auto: nccl on cuda, gloo on cpu."""
     timeout_seconds: int = field(
         default=120, metadata=FREE | rule(f"1 to {WEEK_SECONDS}, a week", lambda value: 0 < value <= WEEK_SECONDS)
     )
-    """How long a collective may take before the job is ended."""
+    """Seconds that a collective may take before the job is ended."""
     label_smoothing: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the target that is spread evenly over all classes."""
     max_grad_norm: float | None = field(default=None, metadata=POSITIVE)
-    """Gradients are scaled down to this norm; null: never."""
+    """Largest norm of the gradients, to which larger gradients are scaled down; null: no limit."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = field(default=20, metadata=POSITIVE | FREE)
-    """Optimizer steps between two log points; only there, and once a second, the host waits for the device."""
+    """Optimizer steps between two log points. The host waits for the device only there and once a second."""
     report: bool = field(default=False, metadata=FREE)
     """Write report.html at the end of a launch, with the scores of the last evaluation."""
     resume: Resume = field(default=Resume.auto, metadata=FREE)
-    """auto: resume from the newest checkpoint if there is one; must: there has to be one; never: start from step 0."""
+    """auto: resume from the newest checkpoint if there is one; must: fail without one; never: start from step 0."""
 
     def __post_init__(self) -> None:
-        if self.name == DEFAULT_NAME:  # composed by Hydra it is resolved already
+        if self.name == DEFAULT_NAME:  # Hydra has already resolved it in a config that it composed
             self.name = f"{self.data.name}-{self.model.name}-{self.sync.name}"
         check_values(self)
         require(
@@ -193,7 +193,7 @@ class Config:
         )
 
     def check_world_size(self, world_size: int) -> None:
-        """Check what depends on the world size; before ranks wait for each other.
+        """Check the rules that depend on the world size, before the ranks wait for each other.
 
         Raises:
             ConfigError: a rank would have too few samples, or the strategy is for one process.

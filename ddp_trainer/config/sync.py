@@ -22,9 +22,9 @@ Bucket = StrEnum("Bucket", ["parameter", "flat"])
 @dataclass(kw_only=True, slots=True)
 class SyncConfig:
     single_process: ClassVar[bool] = False
-    """Whether it is for one process only."""
+    """Whether the strategy runs in one process only."""
     point_to_point: ClassVar[bool] = False
-    """Whether it sends between single ranks, which gloo cannot do for tensors on a GPU."""
+    """Whether a rank sends tensors to another single rank, which gloo cannot do for tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
     """Whether every rank sees all gradients before the optimizer steps, which loss scaling needs."""
     supports_ema: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class SyncConfig:
     supports_bf16: ClassVar[bool] = True
     supports_compile: ClassVar[bool] = True
     supports_check: ClassVar[bool] = True
-    """Whether the model's own gradients are those of a rank's whole share, which check.every_steps compares."""
+    """Whether the model's gradients are those of the rank's whole share of a batch, as check.every_steps needs."""
 
     name: str = MISSING
 
@@ -58,20 +58,20 @@ class DDPConfig(SyncConfig):
         default="auto",
         metadata=FREE | rule("auto or 1 to 1048576", lambda value: value == "auto" or value in range(1, 2**20 + 1)),
     )
-    """Gradients travel in buckets of this many MiB, the first while backward still runs; auto: by the model's size."""
+    """Size in MiB of the buckets of gradients that DDP sends while backward still runs; auto: by the model's size."""
     comm_hook: CommHook = CommHook.none
-    """How gradients travel: none as they are; fp16 and bf16 rounded; powersgd as factors of low rank."""
+    """How gradients are sent: none: unchanged; fp16, bf16: rounded; powersgd: as factors of low rank."""
     powersgd_rank: int = field(default=2, metadata=POSITIVE)
     """Rank of powersgd's factors; a higher one is closer to the gradient."""
     powersgd_warmup_steps: int = field(default=100, metadata=rule("at least 2", lambda value: value >= 2))
-    """Backward passes of each launch before PowerSGD compresses, including the two of `prime_ddp`."""
+    """Backward passes without compression at the start of each launch, including the two of `prime_ddp`."""
 
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
 
-        auto is a function of the model alone, because buckets decide the order of sums and a run that is to resume
-        bit by bit needs the same. powersgd has one bucket: each sends three messages, two of them from callbacks,
-        which gloo runs when a message arrives, so that ranks could order the messages of two buckets differently.
+        auto depends on the model alone, because buckets decide the order of sums, which must not change if a run is to
+        resume bitwise equal. powersgd has one bucket, because each bucket sends three messages, two of them from
+        callbacks that gloo runs when a message arrives: ranks could send the messages of two buckets in another order.
         """
         if self.comm_hook is CommHook.powersgd:
             return int(gradient_bytes / 2**20) + 1
@@ -99,7 +99,7 @@ class ParameterServerConfig(SyncConfig):
     point_to_point: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
     num_servers: int = field(default=1, metadata=POSITIVE | FREE)
-    """How many ranks, from 0 on, own parameters besides training; 1 to the world size."""
+    """Number of ranks, from rank 0 on, that own parameters and also train; 1 to the world size."""
 
     def check_world_size(self, world_size: int) -> None:
         require(
@@ -114,7 +114,7 @@ class LocalSGDConfig(SyncConfig):
     supports_fp16: ClassVar[bool] = False
     supports_ema: ClassVar[bool] = False
     every_steps: int = field(default=8, metadata=POSITIVE)
-    """Optimizer steps between two averages; an epoch's end is one too."""
+    """Optimizer steps between two averages of the parameters, which are also averaged at each epoch's end."""
 
 
 @dataclass(kw_only=True, slots=True)

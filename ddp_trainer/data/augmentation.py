@@ -19,11 +19,11 @@ class AugmentationParams:
     offsets: Tensor | None = None
     """int64 [N, 2]: row and column where the crop of the padded image begins."""
     flips: Tensor | None = None
-    """bool [N]: mirrored."""
+    """bool [N]: whether the image is mirrored."""
     boxes: Tensor | None = None
     """int64 [N, 4]: top, left, bottom, right of the blanked rectangle, empty where top equals bottom."""
     crops: Tensor | None = None
-    """float32 [N, 4] in [0, 1), on the CPU: draws that choose the part of an image file, as it is read."""
+    """float32 [N, 4] in [0, 1), on the CPU: random numbers that choose the crop of an image file when it is read."""
 
     def to(self, device: torch.device) -> Self:
         """Return these parameters on `device`."""
@@ -31,7 +31,7 @@ class AugmentationParams:
         return type(self)(*parts, crops=self.crops)
 
     def at(self, positions: slice | Tensor) -> Self:
-        """Return the parameters of some positions."""
+        """Return the parameters of the images at `positions`, without `crops`."""
         return type(self)(*(None if t is None else t[positions] for t in (self.offsets, self.flips, self.boxes)))
 
 
@@ -49,7 +49,7 @@ class Augmentation:
             self.transforms += [v2.ColorJitter(amount, amount, amount)] if amount else []
 
     def draw(self, count: int, *, epoch: int) -> AugmentationParams:
-        """Draw for all `count` positions of an epoch: a function of (seed, epoch, position) alone."""
+        """Return parameters for all `count` positions of an epoch, which depend on (seed, epoch, position) alone."""
         params, config, seeded = AugmentationParams(), self.config, partial(generator, self.seed, epoch=epoch)
         if pad := config.random_crop_padding:
             params.offsets = torch.randint(2 * pad + 1, (count, 2), generator=seeded(purpose="crop"))
@@ -62,7 +62,7 @@ class Augmentation:
         return params
 
     def _boxes(self, u: Tensor) -> Tensor:
-        """Return rectangles of 2 to 33 % of the area and aspect 0.3 to 3.3 for draws [5, N] in [0, 1).
+        """Return rectangles of 2 to 33 % of the area and aspect 0.3 to 3.3 for `u`, [5, N] in [0, 1).
 
         Source: Zhong et al., Random Erasing Data Augmentation, 2017 (arXiv 1708.04896).
         """
@@ -80,19 +80,19 @@ class Augmentation:
         return torch.nn.functional.pad(images, (pad, pad, pad, pad)) if pad else images
 
     def crop(self, padded: Tensor, params: AugmentationParams) -> Tensor:
-        """Crop and flip. padded: uint8 [B, C, H+2p, W+2p] -> [B, C, H, W]."""
+        """Return the images cropped and flipped. padded: uint8 [B, C, H+2p, W+2p] -> [B, C, H, W]."""
         images = padded
         if params.offsets is not None:
             windows = padded.unfold(2, self.height, 1).unfold(3, self.width, 1)  # a view: [B, C, 2p+1, 2p+1, H, W]
             rows = torch.arange(len(padded), device=padded.device)
             images = windows[rows, :, params.offsets[:, 0], params.offsets[:, 1]]
-        if params.flips is not None:  # as torch.where, which takes three times as long on a CPU
+        if params.flips is not None:  # the same as torch.where, which takes three times as long on a CPU
             mask = -params.flips.to(torch.uint8)[:, None, None, None]
             images = images.flip(-1).bitwise_xor_(images).bitwise_and_(mask).bitwise_xor_(images)
         return images
 
     def transform(self, images: Tensor, *, epoch: int, step: int) -> Tensor:
-        """Apply RandAugment and color jitter as drawn for global batch `step`. images: uint8 [B, C, H, W], kept."""
+        """Return images, uint8 [B, C, H, W], after RandAugment and color jitter, drawn once for global batch `step`."""
         for transform in self.transforms:
             with torch.random.fork_rng(devices=[]):  # the transforms draw from torch's generator on the CPU
                 torch.default_generator.manual_seed(
@@ -102,7 +102,7 @@ class Augmentation:
         return images
 
     def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:
-        """Set each image's rectangle to zero, the mean of normalized images. images: [B, C, H, W] float."""
+        """Return images, float [B, C, H, W], whose rectangles are set to zero, the mean of normalized images."""
         if params.boxes is None:
             return images
         top, left, bottom, right = params.boxes[:, :, None, None].unbind(1)

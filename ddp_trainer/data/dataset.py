@@ -1,4 +1,4 @@
-"""Data sets: what a builder returns, the held-out validation split, and the fingerprint of the samples."""
+"""Data sets: the object that a builder returns, the held-out validation split, the fingerprint of the samples."""
 
 import hashlib
 import math
@@ -34,7 +34,7 @@ class ImageTensors:
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 Split = ImageTensors | Dataset[Any]
-"""A map-style data set of (uint8 [C, H, W] tensor or PIL image, int) is streamed."""
+"""Images in memory, or a map-style data set of (uint8 [C, H, W] tensor or PIL image, int), which is streamed."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Datasets:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the samples: of all bytes in memory; of a streamed split its length and some of its samples.
+        """A digest of the samples: all bytes of a split in memory, the length and some samples of a streamed split.
 
-        A map-style data set may have a method ``fingerprint() -> str`` of its own, which is used instead.
+        A map-style data set may have its own method ``fingerprint() -> str``, which is used instead.
         """
         digest = hashlib.sha256(repr(list(self.class_names)).encode())
         for split in (self.train, self.eval):
@@ -63,7 +63,7 @@ class Datasets:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Check the samples in memory, and the first sample of a streamed split; ValueError if one does not fit."""
+        """Check the samples in memory, and the first sample of a streamed split; ValueError if one is not valid."""
         for name, split in (("train", self.train), ("eval", self.eval)):
             if not isinstance(split, Sized):
                 raise ValueError(f"{name} must be ImageTensors or a map-style data set, and has no length")
@@ -76,7 +76,7 @@ class Datasets:
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """Return the data set that `config` chooses, with a validation split in place of the test split if it asks for one.
+    """Return the data set that `config` chooses; if it asks for a validation split, that replaces the test split.
 
     Raises:
         ConfigError: a file is missing or damaged, or the images do not fit the config.
@@ -104,7 +104,7 @@ def build_datasets(config: DataConfig) -> Datasets:
 
 
 def check_tensors(split: ImageTensors, name: str, *, num_classes: int) -> None:
-    """Check types, shapes and labels; ValueError if one does not fit."""
+    """Check types, shapes and labels; ValueError if one is not valid."""
     images, labels = split.images, split.labels
     if images.dtype != torch.uint8 or images.ndim != 4:
         raise ValueError(f"{name} images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}")
@@ -128,17 +128,17 @@ def shape_of(split: Split) -> Shape:
 
 
 class BadSampleError(RuntimeError):
-    """An image cannot be decoded, now or later; the cause is the BadImageError that says why."""
+    """An image can never be decoded; ``__cause__`` is the BadImageError with the reason."""
 
 
 def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
-    """Return image, uint8 [C, H, W], and label of a sample.
+    """Return the image, uint8 [C, H, W], and the label of a sample.
 
-    draws: four in [0, 1), which choose the part of an image file.
+    draws: four numbers in [0, 1) that choose the crop of an image file; None: a center crop.
 
     Raises:
-        BadSampleError: the data set has raised BadImageError. RuntimeError: it has raised another error.
-        ValueError: the sample is of another type than it must be.
+        BadSampleError: the data set raised BadImageError. RuntimeError: the data set raised another error.
+        ValueError: the image is not uint8 or does not have three dimensions.
     """
     dataset, index = in_whole(dataset, index)
     try:
@@ -161,7 +161,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
 
 
 def sample_name(split: Split, index: int) -> str:
-    """Return the name of a sample: its path, if it is a file; that in the whole data set, if a part was held out."""
+    """Return the name of a sample: its path if it is a file, else its index (in the data set before a split)."""
     if isinstance(split, ImageTensors):
         return f"sample {index}"
     dataset, index = in_whole(split, index)
@@ -170,12 +170,12 @@ def sample_name(split: Split, index: int) -> str:
 
 
 def in_whole(split: Any, index: int) -> tuple[Any, int]:
-    """Return the whole split and the sample's index in it, if `split` is a `Subset`; else both as they are."""
+    """Return the whole data set of a `Subset` and the sample's index in it; for others, `split` and `index`."""
     return (split.dataset, split.indices[index]) if type(split) is Subset else (split, index)
 
 
 def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
-    """Yield what identifies the samples of a split."""
+    """Yield bytes that identify the samples of a split."""
     if type(split) is Subset:
         yield np.array(split.indices).tobytes()
         split = split.dataset
@@ -194,9 +194,9 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 
 
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `datasets` with a random part of the training split to evaluate on, the same part whatever the seed.
+    """Return `datasets` with a random part of the training split, the same for every seed, as the evaluation split.
 
-    Of image files it is the same part of each class, to within one image, and never all of a class.
+    For image files, the part has the same share of each class, to within one image, and never a whole class.
     """
     order = torch.randperm(num_samples(datasets.train), generator=generator(0, purpose="validation"))
     groups = [order]
@@ -204,7 +204,7 @@ def hold_out(datasets: Datasets, fraction: float) -> Datasets:
         labels = datasets.train.labels[order]
         groups = [order[labels == label] for label in labels.unique()]
     parts, total, held = list[Sequence[Tensor]](), 0, 0
-    for group in groups:  # of each one `fraction`, rounded up or down as the sum needs
+    for group in groups:  # take `fraction` of each group, rounded so that the total is right
         size, total = len(group), total + len(group)
         missing = round(fraction * total) - held
         count = max(math.floor(fraction * size), min(missing, math.ceil(fraction * size), size - 1))

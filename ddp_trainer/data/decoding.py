@@ -17,19 +17,19 @@ from ddp_trainer.data.file_index import Array
 
 try:
     from torchcodec.decoders import decode_image
-except (ImportError, OSError, RuntimeError):  # the extra `images`; twice as fast as Pillow
+except (ImportError, OSError, RuntimeError):  # torchcodec comes with the extra `images`, and is twice as fast as Pillow
     decode_image = None
 
 TORCHCODEC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF")
 """The first bytes of JPEG, PNG, GIF and WebP files, which torchcodec decodes, and AVIF; Pillow decodes all others."""
 MAX_PIXELS = 100_000_000
-"""The maximum, because to decode larger images on several threads could take all memory of the host."""
+"""Largest image that is decoded, because several threads with larger images could use up the host's memory."""
 ASPECT = math.log(4 / 3)
 """The logarithm of the largest ratio of width to height of a random crop, and of height to width."""
 CENTER = 0.875
-"""The side of the square in the center that an evaluation sees, as a share of the shorter side: 224 of 256."""
+"""The side of the center crop in evaluations, as a share of the shorter side of an image: 224 of 256."""
 MAX_ASPECT = 4
-"""Of an image that `shrink` returns: the ends of longer ones are cut off."""
+"""Largest ratio of the sides of an image that `shrink` returns: the ends of a longer image are cut off."""
 
 
 class Box(NamedTuple):
@@ -52,12 +52,12 @@ class BadImageError(Exception):
 
 
 def decode(data: Array) -> Tensor:
-    """Return an image file as RGB, uint8 [3, H, W], turned as its EXIF data say; of several frames the first.
+    """Return the image of a file, or its first frame, as RGB, uint8 [3, H, W], rotated as its EXIF data say.
 
-    data: the file, uint8 [bytes].
+    data: the content of the file, uint8 [bytes].
 
     Raises:
-        BadImageError: it is empty, truncated, too large or not an image.
+        BadImageError: the file is empty, truncated, too large or not an image.
     """
     Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, of which it only warns, is lower than MAX_PIXELS
     try:
@@ -81,9 +81,9 @@ def decode(data: Array) -> Tensor:
 
 
 def jpeg_size(data: Array) -> tuple[int, int] | None:
-    """Return width and height from the header of a JPEG, because Pillow takes 50 µs for it; None if that fails.
+    """Return width and height from the header of a JPEG, or None if that fails; Pillow would take 50 µs for it.
 
-    Source: ITU-T T.81, B.1.1 and B.2.2: a segment is 0xFF, its kind and its length; that of the frame has its size.
+    Source: ITU-T T.81, B.1.1 and B.2.2: a segment is 0xFF, its kind and its length; the frame segment has the size.
     """
     head, at = data[:65536].tobytes(), 2
     while head.startswith(b"\xff\xd8") and at + 9 <= len(head) and head[at] == 0xFF:
@@ -98,13 +98,13 @@ def pillow_decode(data: Array) -> Tensor:
     """Return the image that Pillow decodes: uint8 [3, H, W]."""
     with Image.open(io.BytesIO(data.data)) as opened:
         turned: Any = ImageOps.exif_transpose(opened)
-        if turned.mode.startswith("I"):  # 16 bits, of which convert would keep the low ones
+        if turned.mode.startswith("I"):  # 16-bit values, of which convert would keep the low bits
             turned = Image.fromarray((np.asarray(turned) // 257).astype(np.uint8))
         return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1)
 
 
 def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:
-    """Return a part with `min_area` to all of the area and an aspect of 3:4 to 4:3, as far as the image has it.
+    """Return a part with a share of `min_area` to 1 of the area and an aspect of 3:4 to 4:3, if it fits the image.
 
     Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842): training.
     """
@@ -123,7 +123,7 @@ def center_box(height: int, width: int) -> Box:
 
 
 def crop(image: Tensor, draws: Sequence[float] | None, *, min_area: float, side: int) -> Tensor:
-    """Return the `random_box` of an image, or its `center_box` for None: uint8 [C, H, W] -> [C, side, side]."""
+    """Return the `random_box` of an image, its `center_box` without `draws`: uint8 [C, H, W] -> [C, side, side]."""
     height, width = image.shape[1:]
     box = center_box(height, width) if draws is None else random_box(height, width, draws, min_area)
     return resize(image, box, (side, side))
@@ -132,12 +132,12 @@ def crop(image: Tensor, draws: Sequence[float] | None, *, min_area: float, side:
 def resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
     """Return the part `box` of an image, scaled with antialiasing. image: uint8 [C, H, W] -> [C, *size]."""
     part = image[None, :, box.top : box.top + box.height, box.left : box.left + box.width]
-    part = part.contiguous(memory_format=torch.channels_last)  # twice as fast as a part of a larger image
+    part = part.contiguous(memory_format=torch.channels_last)  # scaling a copy is twice as fast as scaling a view
     return interpolate(part, size=size, mode="bilinear", antialias=True)[0]
 
 
 def shrink(image: Tensor, short_side: int) -> Tensor:
-    """Return an image scaled down to `short_side` pixels, never up, without the ends of one longer than `MAX_ASPECT`.
+    """Return an image whose short side is scaled down to `short_side`, never up; ends beyond `MAX_ASPECT` are cut off.
 
     image: uint8 [3, H, W] -> [3, h, w].
     """

@@ -20,17 +20,17 @@ from ddp_trainer.distributed.files import lock_file, replace_file
 EXTENSIONS = (b".avif", b".bmp", b".gif", b".jpeg", b".jpg", b".png", b".ppm", b".tif", b".tiff", b".webp")
 IMAGE_FILES = f"files that end in {b', '.join(EXTENSIONS).decode()}"
 SCAN_THREADS = 8
-"""They wait for the file system, not for a core."""
+"""The number does not depend on the cores, because these threads wait for the file system."""
 LOCK_SECONDS = 3600.0
-"""How long a rank waits for another one that scans."""
+"""How long a rank waits for another rank that scans."""
 MIN_AGE_SECONDS = 3.0
-"""An index is not saved if a folder changed so shortly before, because the clocks of file systems are coarse."""
+"""An index is not saved if a folder changed less than this before, because the clocks of file systems are coarse."""
 NUM_CHECKED_FILES = 1000
-"""Number of files that are compared with a saved index, because to overwrite a file does not change its folder."""
+"""Number of files that are compared with a saved index, because overwriting a file does not change its folder."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 File = tuple[bytes, int, int]
-"""Name, bytes, and time of the last change in ns."""
+"""Name, size in bytes, and time of the last change in ns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +39,17 @@ class FileIndex:
 
     root: Path
     saved_in: Path
-    """The file that has, or would have, this index."""
+    """The file for this index, even if it could not be saved."""
     class_names: list[str]
-    """The names of the class folders, sorted; one may have no image."""
+    """The names of the class folders, sorted; a class folder may have no image."""
     counts: Array
-    """int64 [classes]: how many images each class has."""
+    """int64 [classes]: number of images of each class."""
     names: bytes
-    """All names, relative to `root`, one after another."""
+    """The names of all files, relative to `root`, one after another."""
     ends: Array
-    """int64 [N]: where each name ends."""
+    """int64 [N]: where each name ends in `names`."""
     sizes: Array
-    """int64 [N]: bytes of each file."""
+    """int64 [N]: size of each file in bytes."""
     times: Array
     """int64 [N]: when each file was changed, in ns."""
     folders: list[bytes]
@@ -61,19 +61,19 @@ class FileIndex:
         return len(self.ends)
 
     def path(self, index: int) -> bytes:
-        """Return the path of a file."""
+        """Return the path of the file `index`."""
         start = self.ends[index - 1] if index else 0
         return os.path.join(os.fsencode(self.root), self.names[start : self.ends[index]])
 
     def digest(self, *, with_times: bool = False) -> str:
-        """Return a digest of names and sizes, which copies on other nodes share; also of times, which they do not."""
+        """Return a digest of names and sizes, which is the same for copies on other nodes, unless `with_times`."""
         digest = hashlib.sha256("\0".join(self.class_names).encode(errors="surrogateescape"))
         for part in (self.counts, self.names, self.ends, self.sizes, *([self.times] if with_times else [])):
             digest.update(part if isinstance(part, bytes) else part.data)
         return digest.hexdigest()
 
     def is_current(self) -> bool:
-        """Return whether no folder was changed since the scan, and no file of `NUM_CHECKED_FILES`."""
+        """Return whether no folder, and none of `NUM_CHECKED_FILES` files, was changed since the scan."""
         chosen = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED_FILES, len(self))).astype(np.int64)).tolist()
         paths = [*(os.path.join(os.fsencode(self.root), name) for name in self.folders), *map(self.path, chosen)]
         try:
@@ -87,9 +87,9 @@ class FileIndex:
 
 
 def load_index(root: Path, cache_dir: Path) -> FileIndex:
-    """Return the index of `root`: the one saved in `cache_dir`, if it is current, else that of a scan, which is saved.
+    """Return the index of `root`: the index saved in `cache_dir` if it is current, else a new one, which is saved.
 
-    Processes of a node scan one at a time. A `cache_dir` that cannot be written means that each of them scans.
+    The processes of a node scan one at a time. If `cache_dir` cannot be written, each process scans.
 
     Raises:
         ConfigError: a folder cannot be read.
@@ -166,17 +166,17 @@ def build_index(
 
 
 def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]) -> Iterator[File]:
-    """Yield each image in `folder` and below it, each folder once, and note the times of folders in `folders`."""
+    """Yield each image in `folder` and below it, visit each folder once, and add the times of folders to `folders`."""
     path = os.path.join(root, folder)
     status = os.stat(path)
-    if (status.st_dev, status.st_ino) in visited:  # a link back
+    if (status.st_dev, status.st_ino) in visited:  # a link to a folder that was visited
         return
     visited.add((status.st_dev, status.st_ino))
     folders[folder] = status.st_mtime_ns
     with os.scandir(path) as entries:
         for entry in entries:
             name = os.path.join(folder, entry.name)
-            if entry.name.startswith(b"."):  # among others the ._x.jpg of macOS, which are no images
+            if entry.name.startswith(b"."):  # for example the ._x.jpg of macOS, which are not images
                 continue
             if entry.name.lower().endswith(EXTENSIONS) and entry.is_file():
                 found = entry.stat()
@@ -186,7 +186,7 @@ def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tup
 
 
 def save_index(index: FileIndex) -> FileIndex:
-    """Write `index` to its file, unless a folder was changed just now, and return it; a full disk is ignored."""
+    """Return `index` after writing it to its file, unless a folder was changed just now; a full disk is ignored."""
     if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
         texts = {"names": index.names, "folders": b"\0".join(index.folders)}
         texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))
@@ -198,7 +198,7 @@ def save_index(index: FileIndex) -> FileIndex:
 
 
 def read_index(path: Path, root: Path) -> FileIndex | None:
-    """Return the index in `path`; None if there is none, it is damaged, or the folder has changed."""
+    """Return the index in `path`; None if the file is missing or damaged, or the images have changed."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             arrays: dict[str, Any] = dict(saved)

@@ -1,4 +1,4 @@
-"""A split of image files: uint8 [3, S, S] of each, from the file or from the cache of its folder."""
+"""A split of image files, each of which is read as uint8 [3, S, S] from the file or from a cache."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from ddp_trainer.data.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
 
 BAD_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-"""What makes one file unreadable; other errors, such as that of a server that does not answer, may go away."""
+"""Errors that make one file unreadable; other errors, such as that of a server that does not answer, may go away."""
 
 
 class UnreadableFileError(BadImageError):
@@ -28,12 +28,12 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     """A split of image files. An item is the center of an image, uint8 [3, S, S], and its label."""
 
     def __init__(self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float) -> None:
-        """class_names: their order gives the labels; it has all those of `files`. min_crop_area: see `random_box`."""
+        """class_names: all classes of `files`, in the order of the labels. min_crop_area: see `random_box`."""
         self.files, self.image_size, self.min_crop_area = files, image_size, min_crop_area
-        same = files.class_names == class_names  # names need not be unique: ImageNet has two of "crane"
+        same = files.class_names == class_names  # names need not be unique: ImageNet has two "crane"
         labels = torch.tensor([n if same else class_names.index(name) for n, name in enumerate(files.class_names)])
         self.labels = labels.repeat_interleave(torch.from_numpy(files.counts))
-        """int64 [N]."""
+        """int64 [N]: the class of each image."""
         self.cache: PixelCache | None = None
 
     def __len__(self) -> int:
@@ -48,10 +48,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return 3, self.image_size, self.image_size
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return a random part of an image, chosen by four `draws` in [0, 1), or its center for None; and its label.
+        """Return the part of an image that four `draws` in [0, 1) choose, or its center without draws, and its label.
 
         Raises:
-            BadImageError: it cannot be read or decoded; OSError, RuntimeError for errors that may go away.
+            BadImageError: the file cannot be read or decoded. OSError, RuntimeError: the error may go away.
         """
         image = self.decode(index) if self.cache is None else self.cache[index]
         return crop(image, draws, min_area=self.min_crop_area, side=self.image_size), int(self.labels[index])
@@ -71,7 +71,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return decode(data)
 
     def path(self, index: int) -> str:
-        """Return the path of a file."""
+        """Return the path of the file `index`."""
         return os.fsdecode(self.files.path(index))
 
     def fingerprint(self) -> str:
@@ -79,7 +79,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return f"{self.files.digest()} {self.image_size}"
 
     def open_cache(self, cache_dir: Path) -> None:
-        """Read images from a cache in `cache_dir`, which is built first if there is none; ConfigError if that fails."""
+        """Use a cache in `cache_dir`, which is built first if it does not exist; ConfigError if that fails."""
         side = round(self.image_size / CENTER)
         name = f"{self.files.digest(with_times=True)[:16]}-{side}-{decoder_name()}.cache"
         self.cache = open_cache(
@@ -88,7 +88,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         )  # fmt: skip
 
     def shrunk(self, index: int, side: int) -> Tensor:
-        """Return an image for the cache, which keeps errors of decoding only; others end its build with an error."""
+        """Return an image for the cache. The cache records errors of decoding; other errors end its build."""
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:

@@ -25,13 +25,13 @@ class Batch(NamedTuple):
     images: Tensor
     """float32 [B, C, H, W], normalized."""
     labels: Tensor
-    """int64 [B]; that of a sample that could not be read is `NO_LABEL`. With mixup or CutMix: float32 [B, classes]."""
+    """int64 [B], `NO_LABEL` for a sample that could not be read. With mixup or CutMix: float32 [B, classes]."""
     ids: Tensor
     """int64 [B]: the positions of the samples in the data set."""
 
 
 class Normalize:
-    """Turn uint8 pixels into floats of mean 0 and deviation 1, in the memory format of the model."""
+    """Converts uint8 pixels to floats of mean 0 and standard deviation 1, in the memory format of the model."""
 
     def __init__(
         self, mean: list[float], std: list[float], *, device: torch.device, memory_format: torch.memory_format
@@ -55,7 +55,7 @@ class Normalize:
 class TrainLoader:
     """Training batches: whole batches are cropped, mirrored, erased and mixed at once.
 
-    Iterating yields this rank's batches of the sampler's epoch, from its cursor on.
+    Iterating yields this rank's batches of the sampler's epoch, from `sampler.step` on.
     """
 
     reader: Reader
@@ -89,7 +89,7 @@ class TrainLoader:
     def positions(self, steps: range) -> list[slice] | Tensor:
         """Return the positions of this rank's share of each step.
 
-        With mixing on several ranks also those of the images to mix them with: int64 [steps, 2 · B].
+        With mixing on several ranks, each row also has the images to mix them with: int64 [steps, 2 · B].
         """
         sampler = self.sampler
         if self.mixing is None or sampler.num_replicas == 1:
@@ -106,18 +106,18 @@ class TrainLoader:
         return augmentation.erase(self.normalize(changed), params)
 
     def mix(self, mixing: Mixing, images: Tensor, labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
-        """Mix each image with the one after it in the global batch, which on one rank is the next of this batch."""
+        """Mix each image with the next image of the global batch; on one rank, that is the next image of this batch."""
         if self.sampler.num_replicas == 1:
             images, labels = (torch.cat([part, part.roll(-1, 0)]) for part in (images, labels))
         return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))
 
 
 class EvaluationLoader:
-    """Each sample of the evaluation split once, over all ranks: rank r takes every W-th from r, unpadded."""
+    """Yields each sample of the evaluation split once, without padding: rank r of W takes every W-th from r on."""
 
     def __init__(self, reader: Reader, normalize: Normalize, world: World, *, batch_size: int) -> None:
         self.reader, self.normalize, self.device = reader, normalize, world.device
-        self.ids = torch.arange(len(reader))[world.rank :: world.world_size]  # none for a rank past the last sample
+        self.ids = torch.arange(len(reader))[world.rank :: world.world_size]  # empty if rank >= samples
         self.local_batch_size = max(1, batch_size // world.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -136,7 +136,7 @@ class Loaders:
     image_shape: Shape
     class_names: list[str]
     preprocessing: dict[str, Any]
-    """What a model expects of its input; saved in checkpoints."""
+    """The preprocessing of a model's input, as it is saved in checkpoints."""
     fingerprint: str
     """A digest of the samples of both splits."""
     bad_samples: list[tuple[str, str]]
@@ -190,7 +190,7 @@ def build_loaders(
 def build_reader(
     split: Split, config: DataConfig, *, image_shape: Shape, num_classes: int, world: World, bad: list[tuple[str, str]]
 ) -> Reader:
-    """Return the reader of a split; it appends name and reason of samples that it cannot read to `bad`."""
+    """Return the reader of a split, which appends the name and reason of each sample that it cannot read to `bad`."""
     if isinstance(split, ImageTensors):
         return ResidentReader(split, device=world.device)
     return SampleReader(

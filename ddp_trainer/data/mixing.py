@@ -14,7 +14,7 @@ class Mix(NamedTuple):
     """How the images of a global batch are mixed."""
 
     weight: float
-    """The share of the first image."""
+    """The share of the first image of a pair."""
     box: tuple[int, int, int, int] | None
     """CutMix: top, left, bottom and right of the part that is replaced. None: mixup, a weighted mean."""
 
@@ -30,7 +30,7 @@ class Mixing:
         self.num_classes, self.seed = num_classes, seed
 
     def draw(self, *, epoch: int, step: int) -> Mix:
-        """Return the mix of a global batch; with both kinds configured each is drawn half of the time."""
+        """Return the mix of a global batch; if both kinds are configured, each is drawn half of the time."""
         chance = np.random.default_rng(derive_seed(self.seed, epoch=epoch, step=step, purpose="mix"))
         is_cutmix = self.config.mixup == 0 or (self.config.cutmix > 0 and chance.random() < 0.5)
         alpha = self.config.cutmix if is_cutmix else self.config.mixup
@@ -45,8 +45,8 @@ class Mixing:
     def apply(self, images: Tensor, labels: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
         """Return mixed images [B, C, H, W] and the probability of each class [B, classes].
 
-        images: [2 · B, C, H, W], those of this rank, then those that they are mixed with; labels: the same, int64
-        [2 · B]. If one image of a pair has no label, all of its probabilities are 0.
+        images: [2 · B, C, H, W], the images of this rank, then the images to mix them with; labels: int64 [2 · B], in
+        the same order. If an image of a pair has no label, all probabilities of the pair are 0.
         """
         first, second = images.chunk(2)
         if mix.box is None:

@@ -1,8 +1,8 @@
 """The cache of a folder's images: scaled down, in one file that all ranks of a node map into their memory.
 
-A cache is a folder with the file `PIXELS`, which has uint8 [H, W, 3] of one image after another, the file `RECORDS`,
-which has a record for each, and `BAD`, the reasons why images could not be decoded. It is built under another name, and
-renamed when it is complete. A build that was killed is continued after the last image whose bytes and record are there.
+A cache is a folder with three files: `PIXELS` has uint8 [H, W, 3] of one image after another, `RECORDS` has a record
+for each image, and `BAD` has the reasons why images could not be decoded. The folder is built under another name, and
+renamed when it is complete. A build that was killed is continued after the last image whose bytes and record are whole.
 """
 
 import errno
@@ -33,7 +33,7 @@ PIXELS, RECORDS, BAD = "pixels", "records", "bad.jsonl"
 RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
 """The record of an image; both sides are 0 if it could not be decoded."""
 LOCK_SECONDS = 7 * 24 * 3600.0
-"""How long a rank waits for another one that builds."""
+"""How long a rank waits for another rank that builds the cache."""
 AHEAD_PER_THREAD = 4
 
 Decoded = Tensor | BadImageError
@@ -47,7 +47,7 @@ class PixelCache:
     """A complete cache. Threads may read it at the same time."""
 
     def __init__(self, folder: Path, *, count: int) -> None:
-        """Map the cache of `count` images in `folder`; ConfigError if it is damaged."""
+        """Map the cache of `count` images in `folder` into memory; ConfigError if it is damaged."""
         self.folder, self.records = folder, read_records(folder)
         lengths = sizes(self.records)
         self._ends = lengths.cumsum()
@@ -61,11 +61,11 @@ class PixelCache:
         self.reasons = read_reasons(folder)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return an image, uint8 [3, H, W], as a view of the file; its checksum is compared the first time.
+        """Return an image, uint8 [3, H, W], as a view of the file; its checksum is checked at the first read.
 
         Raises:
-            BadImageError: it could not be decoded when the cache was built.
-            DamagedCacheError: its bytes have changed since.
+            BadImageError: the image could not be decoded when the cache was built.
+            DamagedCacheError: its bytes have changed since then.
         """
         height, width, crc = self.records[index].tolist()
         if height == 0:
@@ -82,13 +82,13 @@ class PixelCache:
 
 
 def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> PixelCache:
-    """Return the cache in `folder`, built by one process of this node with `num_threads` if it is not there.
+    """Return the cache in `folder`; if there is none, one process of this node builds it with `num_threads` threads.
 
     read: returns image `index`, uint8 [3, H, W], or raises BadImageError.
 
     Raises:
-        ConfigError: it cannot be written, or does not fit on the disk.
-        TransientError: another process builds too long.
+        ConfigError: the cache cannot be written, or does not fit on the disk.
+        TransientError: another process takes too long to build it.
     """
     try:
         if not folder.is_dir():
@@ -145,7 +145,7 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
 
 
 def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: int) -> Iterator[Decoded]:
-    """Yield images in the order of `indices`, decoded by threads; a BadImageError in place of a bad one."""
+    """Yield images in the order of `indices`, decoded by threads; a BadImageError in place of a bad image."""
 
     def decode(index: int) -> Decoded:
         try:
@@ -177,13 +177,13 @@ def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> b
 
 
 def keep_whole_images(building: Path) -> int:
-    """Truncate the files after the last image that is complete, and return the number of images."""
+    """Truncate the files after the last complete image, and return the number of complete images."""
     for name in (PIXELS, RECORDS, BAD):
         (building / name).touch()
     records = read_records(building)
     ends = sizes(records).cumsum()
     count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))
-    with open(building / PIXELS, "rb") as pixels:  # all of it: a host that lost power may have lost some pages
+    with open(building / PIXELS, "rb") as pixels:  # in full, because a host that lost power may have lost some pages
         for index, record in enumerate(records[:count]):
             height, width, crc = record.tolist()
             if zlib.crc32(pixels.read(height * width * 3)) != crc:
@@ -197,18 +197,18 @@ def keep_whole_images(building: Path) -> int:
 
 
 def read_records(folder: Path) -> Array:
-    """Return the whole records in `folder`."""
+    """Return the records in `folder`, without a last one that was cut off."""
     data = (folder / RECORDS).read_bytes()
     return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
 
 
 def sizes(records: Array) -> Array:
-    """Return the bytes of each image: int64 [N]."""
+    """Return the size of each image in bytes: int64 [N]."""
     return records["height"].astype(np.int64) * records["width"] * 3
 
 
 def read_reasons(folder: Path) -> dict[int, str]:
-    """Return the reasons why images are bad, by number; a line that was cut off is ignored."""
+    """Return the reason for each bad image by its index; a line that was cut off is ignored."""
     reasons = {}
     for line in (folder / BAD).read_text().splitlines():
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The progress of long work before the training: a bar on a terminal, elsewhere a line now and then."""
+"""The progress of long work before the training: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ SECONDS_PER_LINE = 30.0
 
 @contextmanager
 def show_progress(task: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that adds to the number of items that are done; a lost terminal is ignored."""
+    """Yield a function that adds to the number of items that are done; a closed terminal is ignored."""
     console = get_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -24,7 +24,7 @@ def show_progress(task: str, *, total: int | None = None) -> Iterator[Callable[[
         bar.advance(number, count)
         if not console.is_terminal and time.monotonic() - printed > SECONDS_PER_LINE:
             printed = time.monotonic()
-            with suppress(OSError, SystemExit):  # rich ends the process when nobody reads its pipe
+            with suppress(OSError, SystemExit):  # rich raises SystemExit when the reader of its pipe is gone
                 console.print(f"{task}: {done:,}{'' if total is None else f' of {total:,}'}", highlight=False)
 
     with suppress(OSError):  # the terminal was closed

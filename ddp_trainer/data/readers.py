@@ -19,11 +19,11 @@ PARTS_PER_THREAD = 4
 NO_LABEL = -100
 """The label of a bad sample: the ignore_index of cross_entropy."""
 PendingBatch = tuple[Tensor, Tensor, list[Future[None]]]
-"""Images and labels that threads write, and those writes."""
+"""Images and labels that threads write, and the futures of these writes."""
 
 
 class ResidentReader:
-    """Reads batches of images that stay in memory, on the device where there is one."""
+    """Reads batches of images that stay in the memory of `device`."""
 
     def __init__(self, images: ImageTensors, *, device: torch.device) -> None:
         self.pixels, self.labels = images.images.to(device), images.labels.to(device)
@@ -40,18 +40,18 @@ class ResidentReader:
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
-    """Reads batches of samples in order, at most `BATCHES_AHEAD` of them before they are asked for."""
+    """Reads batches of samples in order, at most `BATCHES_AHEAD` batches in advance."""
 
     dataset: Dataset[Any]
     image_shape: Shape
     num_classes: int
     num_workers: int
-    """Threads; 0 reads in the thread that asks."""
+    """Number of threads that read; 0: read in the calling thread."""
     pin_memory: bool = False
     blank: Tensor | float = 0
     """uint8 [C, 1, 1], the color that replaces a bad sample, whose label is `NO_LABEL`."""
     bad: list[tuple[str, str]] = field(default_factory=list)
-    """Name and reason of each bad sample are appended to it."""
+    """Name and reason of each bad sample, to which the reader appends."""
 
     def __len__(self) -> int:
         return num_samples(self.dataset)
@@ -59,15 +59,15 @@ class SampleReader:
     def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield uint8 [B, C, H, W] and int64 [B], on the CPU, for each int64 [B] of sample ids.
 
-        crops: for each batch [B, 4] in [0, 1), which choose the parts of image files; None: their centers.
+        crops: for each batch, numbers [B, 4] in [0, 1) that choose the crops of image files; None: center crops.
 
         Raises:
             RuntimeError: a sample cannot be read, for a reason other than a bad image.
-            ValueError: a sample has another shape than the first of the data set, or a label that is no class.
+            ValueError: a sample has another shape than the first sample of the data set, or its label is not a class.
         """
         requests, pending = zip(batches, crops or repeat(None), strict=False), deque[PendingBatch]()
         ahead = BATCHES_AHEAD if self.num_workers else 0
-        # a thread of torch's own for each core would compete with the other readers and with the training
+        # torch's default, a thread for each core, would compete with the other readers and with the training
         pool = ThreadPoolExecutor(max(1, self.num_workers), "reader", torch.set_num_threads, (1,))
         try:
             while True:
@@ -83,8 +83,8 @@ class SampleReader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> PendingBatch:
-        """Begin to read a batch: threads write each sample to its place."""
-        with torch.inference_mode(False):  # because the threads, which are not in it, write to them
+        """Start reading a batch: threads write each sample to its row."""
+        with torch.inference_mode(False):  # because threads outside of it write to the tensors
             shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
             labels = torch.empty(len(ids), dtype=torch.int64, pin_memory=self.pin_memory)
@@ -103,7 +103,7 @@ class SampleReader:
         if not self.num_workers:
             fill(places)
             return images, labels, []
-        # waking a thread for each sample would take as long as to read a cached one
+        # waking a thread for each sample would take as long as reading a cached sample
         part = max(1, len(ids) // (PARTS_PER_THREAD * self.num_workers))
         return images, labels, [pool.submit(fill, places[start : start + part]) for start in places[::part]]
 

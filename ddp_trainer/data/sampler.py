@@ -13,15 +13,15 @@ from ddp_trainer.distributed.seeding import generator
 class GlobalBatchSampler(DistributedSampler[int]):
     """Split the global batches of an epoch over ranks.
 
-    Global batch k of an epoch is ``order[k*G:(k+1)*G]`` with ``order`` a function of (seed, epoch) alone; rank r
-    takes every W-th position of it from r. G need not divide by W: shares differ by at most one. The last
-    incomplete global batch of an epoch is dropped. Iterating starts at the cursor, `step`.
+    Global batch k of an epoch is ``order[k*G:(k+1)*G]``, where ``order`` depends on (seed, epoch) alone. Rank r of W
+    takes every W-th of its positions from r on; if G is not divisible by W, shares differ by one sample. The last
+    incomplete global batch of an epoch is dropped. Iterating starts at global batch `step`.
 
-    As the sampler of a ``DataLoader`` give it ``batch_size=sampler.local_batch_size``.
+    A ``DataLoader`` with this sampler needs ``batch_size=sampler.local_batch_size``.
     """
 
     def __init__(self, dataset: Sized, *, global_batch_size: int, **options: Any) -> None:
-        """options: num_replicas, rank, shuffle and seed, as of `DistributedSampler`."""
+        """options: num_replicas, rank, shuffle and seed, as for `DistributedSampler`."""
         super().__init__(dataset, drop_last=True, **options)  # type: ignore[arg-type]
         self.length, self.global_batch_size, self.step = len(dataset), global_batch_size, 0
         assert self.num_replicas <= global_batch_size <= self.length

@@ -1,1 +1,1 @@
-"""Trained models after their training: loaded from a run directory, asked about images, and exported."""
+"""The use of trained models: load them from a run directory, predict and score images, and export them."""

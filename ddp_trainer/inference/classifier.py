@@ -1,4 +1,4 @@
-"""A classifier to ask: ``load(run_dir)(images)``."""
+"""A classifier of images: ``load(run_dir)(images)``."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ BATCH_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The answer to one image."""
+    """The prediction for one image."""
 
     label: str
     probability: float
-    """That of `label`, in [0, 1]."""
+    """The probability of `label`, in [0, 1]."""
     top: list[tuple[str, float]]
     """The most probable classes with their probabilities, the highest first."""
 
@@ -53,12 +53,12 @@ class Classifier:
         """Return a `Prediction` for each image, with the `top` most probable classes.
 
         Raises:
-            BadImageError: a file cannot be decoded. ValueError: pixels have another type or shape than they must.
+            BadImageError: a file cannot be decoded. ValueError: pixels have a wrong type or shape.
         """
         return list(self.predictions(self.probabilities(images), top=top))
 
     def probabilities(self, images: Picture | Sequence[Picture]) -> Tensor:
-        """Return the probability of each class: float32 [N, classes]. Raises as calling does."""
+        """Return the probability of each class: float32 [N, classes]. Raises the same errors as a call."""
         single = isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 0) in (2, 3)
         sequence: Any = [images] if single else images
         parts = [torch.empty(0, len(self.class_names))]
@@ -88,7 +88,7 @@ def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -
     checkpoint: best, last, or a step; device: auto, cpu or cuda.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, or this machine lacks the device.
+        ConfigError: the checkpoint does not exist or is damaged, or this machine lacks the device.
     """
     try:
         return open_classifier(load_model(Path(run_dir).expanduser(), str(checkpoint), [f"device={device}"]))
@@ -106,14 +106,14 @@ def pixels_of(image: Picture) -> Tensor:
     """Return the pixels of a picture: uint8 [C, H, W].
 
     Raises:
-        BadImageError: the file cannot be read or decoded. ValueError: pixels are of another type or shape.
+        BadImageError: the file cannot be read or decoded. ValueError: pixels have a wrong type or shape.
     """
     if isinstance(image, str | Path):
         return read_file(Path(image))
     if isinstance(image, Image.Image):
         image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
     if isinstance(image, np.ndarray):
-        array = torch.from_numpy(np.array(image))  # a copy, because it may be read-only
+        array = torch.from_numpy(np.array(image))  # a copy, because the array may be read-only
         image = array[None] if array.ndim == 2 else array.permute(2, 0, 1) if array.ndim == 3 else array
     if image.dtype != torch.uint8 or image.ndim != 3:
         raise ValueError(f"pixels must be uint8 [H, W], [H, W, C] or, as a tensor, [C, H, W]; these are {image.dtype} "

@@ -19,7 +19,7 @@ from ddp_trainer.inference.trained_model import TrainedModel
 from ddp_trainer.models.state import load_state
 
 TOLERANCE = 1e-5
-"""The largest difference of a probability from the checkpoint's that an exported file may have."""
+"""The largest allowed difference between the probabilities of an exported file and of the checkpoint."""
 PACKAGES = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 """The formats, and the packages that each needs."""
 CHECK_BATCH = 64
@@ -30,7 +30,7 @@ Probabilities = Callable[[Tensor], Tensor]
 class ExportedModel(nn.Module):
     """A model from images to the probabilities of the classes, float32 [N, classes].
 
-    Its input is uint8 [N, C, H, W], or without preprocessing float32 [N, C, H, W], normalized.
+    Its input is uint8 [N, C, H, W], or normalized float32 [N, C, H, W] if the model has no preprocessing inside.
     """
 
     scale: Tensor
@@ -67,7 +67,7 @@ def check_formats(formats: list[str]) -> None:
 def export_files(
     trained: TrainedModel, formats: list[str], folder: Path, *, preprocessing_inside: bool, images: Tensor
 ) -> dict[str, float]:
-    """Write ``model.<format>`` to `folder` for each of `formats`, and return each one's largest difference.
+    """Write ``model.<format>`` to `folder` for each of `formats`, and return their largest differences by format.
 
     images: uint8 [N, C, H, W], on which a file must agree with the checkpoint before it is kept.
 
@@ -125,7 +125,7 @@ def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any,
 
 
 def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write the program; return that of the file."""
+    """Write the program; return the program that the file contains."""
     with open(path, "wb") as file:
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata(trained))})
     with open(path, "rb") as file:
@@ -152,7 +152,7 @@ WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabi
 
 
 def metadata(trained: TrainedModel) -> dict[str, str]:
-    """Return what an exported file says of itself: names, and values as JSON."""
+    """Return the metadata of an exported file: names, and values as JSON."""
     return {
         "class_names": json.dumps(trained.class_names),
         "preprocessing": json.dumps(asdict(trained.preprocessing)),

@@ -19,7 +19,7 @@ def model_card(
 ) -> str:
     """Return the text of the model card.
 
-    differences: the formats, with the largest difference from the checkpoint that each has on `num_images` images.
+    differences: by format, the largest difference from the checkpoint on `num_images` images.
     inside: whether the preprocessing is in the files.
     """
     preprocessing = trained.preprocessing

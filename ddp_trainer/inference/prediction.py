@@ -57,7 +57,7 @@ def predict_files(
 
 
 def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
-    """Return the paths that `words` name: files as they are, of a folder all image files in it, of - those on stdin.
+    """Return the paths that `words` name: a file itself, all image files in a folder, and for - the paths on stdin.
 
     Raises:
         ConfigError: a file cannot be read, or a folder has no image.
@@ -67,7 +67,7 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
     for word in words:
         if word == "-":
             text = b"".join(standard_input)
-            separator = b"\0" if b"\0" in text else b"\n"  # of find -print0
+            separator = b"\0" if b"\0" in text else b"\n"  # from find -print0
             paths += [os.fsdecode(line) for line in text.split(separator) if line]
         elif os.path.isdir(word):
             try:

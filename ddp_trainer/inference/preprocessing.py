@@ -16,19 +16,19 @@ class Preprocessing:
     """The preprocessing of a model's input, as it is saved in checkpoints."""
 
     mean: list[float]
-    """Per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
+    """Mean per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
     std: list[float]
-    """Per channel, or one value."""
+    """Standard deviation per channel; one value applies to all channels."""
     image_shape: list[int]
     """Channels, height and width."""
     center_crop: float | None = None
     """The side of the square in the center that is used, as a share of the shorter side; None: the whole picture."""
 
     def prepare(self, image: Tensor) -> Tensor:
-        """Return a picture with the channels and of the size that the model expects.
+        """Return a picture with the channels and the size that the model expects.
 
-        image: uint8 [c, h, w] -> uint8 [C, H, W]. A picture of another aspect loses its ends, so that nothing in it is
-        distorted. ValueError for other numbers of channels than 1, 3 and the model's.
+        image: uint8 [c, h, w] -> uint8 [C, H, W]. The ends of a picture of another aspect are cut off, so that it is
+        not distorted. ValueError if its number of channels cannot be converted.
         """
         channels, height, width = self.image_shape
         image = with_channels(image, channels)
@@ -46,7 +46,7 @@ class Preprocessing:
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Return an image with so many channels: gray from colors, or colors from gray. image: uint8 [c, h, w]."""
+    """Return an image converted to `channels` channels, from color to gray or from gray. image: uint8 [c, h, w]."""
     if image.shape[0] == channels:
         return image
     if (image.shape[0], channels) == (3, 1):

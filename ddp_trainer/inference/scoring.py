@@ -1,4 +1,4 @@
-"""Scores a trained model on a split: each sample once, over all ranks, with the step that training evaluates by."""
+"""Scores a trained model on a split: each sample once, over all ranks, with the evaluation step of the training."""
 
 import logging
 import time
@@ -47,7 +47,7 @@ def score_run(
     Collective: every rank must call this.
 
     Raises:
-        ConfigError, TransientError: on all ranks, when the checkpoint, the data or an override of one is at fault.
+        ConfigError, TransientError: on all ranks, if the checkpoint, the data or an override is not valid on one.
     """
     trained = load_model(run_dir, checkpoint, overrides)
     is_other_folder = any(word.startswith("data.root=") for word in overrides)
@@ -64,7 +64,7 @@ def score_run(
 
 
 def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
-    """Score `trained` on `split`, and write the files on rank 0; None on the others. Collective."""
+    """Score `trained` on `split`, and write the files on rank 0; None on the other ranks. Collective."""
     config, preprocessing = trained.config, trained.preprocessing
     bad_samples: list[tuple[str, str]] = []
     channels, height, width = preprocessing.image_shape

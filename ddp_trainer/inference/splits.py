@@ -21,13 +21,13 @@ class NamedSplit:
     name: str
     images: Split
     fingerprint: str
-    """A digest of the data set of which it is a part."""
+    """A digest of the whole data set of the split."""
     is_changed: bool = False
-    """Whether the data set differs from the one that the training had."""
+    """Whether the data set has changed since the training."""
 
 
 def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False) -> NamedSplit:
-    """Return the split `name` of the run's data set; None: the one on which the training evaluated.
+    """Return the split `name` of the run's data set; None: the split on which the training evaluated.
 
     is_other_folder: data.root was set, and may be a folder of class folders.
 
@@ -61,7 +61,7 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:
-    """Return up to `count` images of the split that the training evaluated on, from all of it: uint8 [N, C, H, W]."""
+    """Return up to `count` images at equal distances in the split of the training's evaluation: uint8 [N, C, H, W]."""
     channels, height, width = trained.preprocessing.image_shape
     if not count:
         return torch.empty(0, channels, height, width, dtype=torch.uint8)

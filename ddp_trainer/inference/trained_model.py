@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BEST, LAST = "best", "last"
 KEYS = ("model", "config", "class_names", "preprocessing", "data_fingerprint", "step", "epoch", "progress")
 TEXTS = ("data.root", "data.cache_dir")
-"""Keys whose values are not to be read as YAML."""
+"""Keys whose values are text and are not read as YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainedModel:
 
     run_dir: Path
     checkpoint: str
-    """best, last or a step, as it was asked for."""
+    """best, last or a step, as the caller wrote it."""
     config: Config
     model: nn.Module
     class_names: list[str]
@@ -50,7 +50,7 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
     overrides: ``key=value`` for keys that a resumed run may change, such as device and data.root.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is damaged, of another version, or an override is not valid.
+        ConfigError: the checkpoint is missing, damaged or of another version, or an override is not valid.
     """
     require_run_dir(run_dir)
     path, state = read_checkpoint(run_dir, checkpoint)
@@ -78,7 +78,7 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
 
 
 def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """Return a config, as builtins, with the ``key=value`` of `words`; ConfigError unless a resume may change them."""
+    """Return `config`, as builtins, with the ``key=value`` of `words`; ConfigError unless a resume may change them."""
     tree, free, known = OmegaConf.create(config), free_keys(config), flatten_keys(config)
     for word in words:
         key, equals, text = word.partition("=")
@@ -96,10 +96,10 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
 
 
 def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
-    """Return path and state of a checkpoint: best, last (the newest that is good), or that of a step.
+    """Return path and state of a checkpoint: best, last (the newest that is not damaged), or that of a step.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is damaged; names those that there are.
+        ConfigError: the checkpoint does not exist or is damaged; the message lists the existing ones.
     """
     folder = run_dir / "checkpoints"
     steps = sorted((int(path.stem[5:]) for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()), reverse=True)

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 BACKBONE = "backbone"
 SECTIONS = ("ema", "model", "state_dict", "model_state_dict")
-"""Where files have their weights: those of this project and of torchvision, of timm and Lightning, and of others."""
+"""Keys under which files have their weights: of this project and torchvision, of timm and Lightning, and others."""
 PREFIXES = ("module.", "model.", "_orig_mod.")
-"""What DDP, Lightning and torch.compile put before names."""
+"""Prefixes that DDP, Lightning and torch.compile add to the names of tensors."""
 
 
 def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
@@ -62,7 +62,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except ModuleNotFoundError as error:
         raise ConfigError(f"model.weights={path} needs safetensors: pip install 'ddp_trainer[timm]'") from error
-    except Exception as error:  # a file that is no checkpoint may raise anything
+    except Exception as error:  # a file that is not a checkpoint may raise anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"model.weights={path} cannot be read ({reason}): give a file of weights") from error
     for section in SECTIONS:
@@ -76,7 +76,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """Return `state` without the prefixes of wrappers that all of its names have, and those of the model do not."""
+    """Return `state` without the prefixes of wrappers that all of its names have and the names in `own` do not."""
     state = dict(state)
     while not state.keys() & set(own):
         prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in state)), None)
@@ -87,7 +87,7 @@ def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, 
 
 
 def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
-    """Exclude the parameters whose names begin with one of `prefixes` from training; ConfigError if none does."""
+    """Exclude the parameters whose names begin with one of `prefixes` from training; ConfigError if one has none."""
     head = head_names(model, num_classes)
     for prefix in prefixes:
         names = [

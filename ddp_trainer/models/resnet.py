@@ -6,7 +6,7 @@ from torchvision.models import ResNet, resnet18
 from ddp_trainer.config.models import ResNet18Config, Stem
 
 SMALL = 64
-"""Images with a side of fewer pixels keep their resolution by default."""
+"""Images with a side of fewer pixels get the small stem by default."""
 
 
 def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int) -> ResNet:

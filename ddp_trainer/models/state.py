@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError as of ``nn.Module.load_state_dict``.
+    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError as in ``nn.Module.load_state_dict``.
 
-    torch keeps the versions of modules in an attribute of its own states, which files do not have, and some modules
-    refuse a state without (MNASNet of torchvision): they are taken to be those of `model`.
+    torch keeps the versions of modules in the attribute ``_metadata`` of a state, which files do not have. Some modules
+    reject a state without it (MNASNet of torchvision), so it is copied from `model`.
     """
     state = OrderedDict(tensors)
     state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
@@ -18,6 +18,6 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool 
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of `model` themselves and copies of its buffers, by name."""
+    """Return the parameters of `model`, which are not copied, and copies of its buffers, by name."""
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}

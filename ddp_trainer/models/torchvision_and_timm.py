@@ -16,7 +16,7 @@ WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
 def build_torchvision(
     config: TorchvisionModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return torchvision's classifier `config.arch`; ConfigError if there is none, or it does not take such images."""
+    """Return torchvision's classifier `config.arch`; ConfigError if it is unknown or does not take such images."""
     channels, height, width = image_shape
     check_name(config.arch, models.list_models(module=models), library="torchvision")
     options: dict[str, Any] = {}
@@ -38,7 +38,7 @@ def build_torchvision(
 
 
 def build_timm(config: TimmModelConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """Return timm's model `config.arch`; ConfigError if there is none, or it does not take such images."""
+    """Return timm's model `config.arch`; ConfigError if it is unknown or does not take such images."""
     try:
         import timm  # takes a second to import, and is an extra
     except ModuleNotFoundError as error:
@@ -56,12 +56,12 @@ def build_timm(config: TimmModelConfig, *, image_shape: tuple[int, int, int], nu
 
 
 def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
-    """Check that `arch` is one of `names`; ConfigError suggests some."""
+    """Check that `arch` is one of `names`; ConfigError with suggestions if not."""
     require(arch in names, f"model.arch={arch} is not a model of {library}{suggestion(arch, names)}")
 
 
 def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Return the model that `build` returns, after a black image has passed through it; ConfigError if it cannot."""
+    """Return the model that `build` returns, after a test with a black image; ConfigError if the test fails."""
     _, height, width = image_shape
     try:
         model = build()
@@ -77,7 +77,7 @@ def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[i
 
 
 def replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution by one for so many channels."""
+    """Replace the first convolution of `model` by one with `channels` input channels."""
     name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     convolution: Any = nn.Conv2d  # its annotations do not admit the values of its attributes
     new = convolution(channels, old.out_channels, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)

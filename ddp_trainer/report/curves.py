@@ -1,4 +1,4 @@
-"""The numbers of a page, compact: rounded, as differences, and shortened where there are very many."""
+"""The numbers of a page in a compact form: rounded, as differences, and shortened if there are very many."""
 
 import math
 from bisect import bisect_right
@@ -9,7 +9,7 @@ from typing import Any
 from ddp_trainer.report.metrics import Metrics, Table
 
 MAX_POINTS = 200_000
-"""Values of all curves of a report, above which the longest tables are shortened."""
+"""Number of values in all curves of a report above which the longest tables are shortened."""
 DIGITS = 6
 
 
@@ -27,10 +27,10 @@ def rows_allowed(tables: Sequence[Table], *, limit: int = MAX_POINTS) -> int | N
 
 
 def shorten(table: Table, *, rows: int) -> Table:
-    """Return at most `rows` rows, two for each interval of rows, at its first and its last step.
+    """Return `table` with at most `rows` rows: two for each interval of rows, at its first and its last step.
 
-    They have the minimum and the maximum of a column in the order in which they occur. The phases of a step have the
-    mean twice, so that their sum stays the time of a step.
+    The two rows have the minimum and the maximum of a column, in the order in which they occur. The phases of a step
+    have their mean in both rows, so that their sum stays the time of a step.
     """
     total, buckets = len(table.steps), max(1, rows // 2)
     if total <= rows:
@@ -45,7 +45,7 @@ def shorten(table: Table, *, rows: int) -> Table:
 
 
 def extremes(values: list[float]) -> tuple[float, float]:
-    """Return minimum and maximum of `values` in the order in which they occur, without nan; (nan, nan) if all are."""
+    """Return minimum and maximum of `values` without nan, in order of occurrence; (nan, nan) if all are nan."""
     finite = [value for value in values if value == value]
     if not finite:
         return math.nan, math.nan
@@ -54,14 +54,14 @@ def extremes(values: list[float]) -> tuple[float, float]:
 
 
 def means(values: list[float]) -> tuple[float, float]:
-    """Return the mean of `values` twice, without nan; (nan, nan) if all are."""
+    """Return the mean of `values`, without nan, twice; (nan, nan) if all are nan."""
     finite = [value for value in values if value == value]
     mean = sum(finite) / len(finite) if finite else math.nan
     return mean, mean
 
 
 def encode(metrics: Metrics, *, rows: int | None) -> dict[str, Any]:
-    """Return what the page draws of a run: steps and times as differences, times in units of 10 ms from the start."""
+    """Return the curves of a run for the page: steps and times as differences, times in units of 10 ms."""
     tables = [shorten(table, rows=rows) if rows else table for table in metrics.tables]
     start = start_time(metrics)
     launches = [
@@ -79,7 +79,7 @@ def encode(metrics: Metrics, *, rows: int | None) -> dict[str, Any]:
 
 
 def encode_table(table: Table, start: float) -> dict[str, Any]:
-    """Return a table for the page."""
+    """Return the data of a table for the page."""
     times, last = [], 0
     for time in table.times:
         last = ticks(time, start) if not math.isnan(time) else last
@@ -92,7 +92,7 @@ def encode_table(table: Table, start: float) -> dict[str, Any]:
 
 
 def start_time(metrics: Metrics) -> float:
-    """Return the unix seconds at which the first launch or record of a run was; 0 if none is known."""
+    """Return the time, in unix seconds, of the first launch or record of a run; 0 if none is known."""
     times = [launch.time for launch in metrics.launches]
     times += [time for table in metrics.tables for time in table.times]
     return min((time for time in times if not math.isnan(time)), default=0.0)
@@ -104,7 +104,7 @@ def ticks(time: float, start: float) -> int | None:
 
 
 def differences(values: Sequence[int]) -> list[int]:
-    """Return the first value, and of each other its difference to the one before it."""
+    """Return the first value, and for each later value its difference to the value before it."""
     return [value - before for before, value in pairwise([0, *values])]
 
 

@@ -13,25 +13,25 @@ from ddp_trainer.report.curves import rounded
 from ddp_trainer.report.files import MB, RunFiles, number, text, whole
 
 MAX_EVALUATIONS = 20
-"""Folders of a run that are read."""
+"""Maximum number of evaluation folders of a run that are read."""
 MAX_MATRIX_CLASSES = 60
-"""Classes above which a list of the most confused pairs replaces the confusion matrix."""
+"""Number of classes above which a list of the most confused pairs replaces the confusion matrix."""
 MAX_PAIRS, MAX_CLASSES, MAX_MISTAKES = 200, 2_000, 1_200
-"""Pairs of classes, classes and mistakes of an evaluation that the page has."""
+"""Maximum number of pairs of classes, of classes and of mistakes of an evaluation on the page."""
 MAX_THUMBNAILS, MAX_THUMBNAIL_BYTES, MAX_THUMBNAIL_SIDE = 400, MB // 4, 512
-"""Thumbnails of a report, and the largest of one."""
+"""Maximum number of thumbnails in a report; maximum bytes and maximum pixels a side of one thumbnail."""
 
 Reference = int | str
-"""A class: its place in the list of names that the page has, or its name."""
+"""A class: its index in the page's list of class names, or its name."""
 
 
 @dataclass(slots=True)
 class Matrix:
-    """A confusion matrix: all counts of few classes, and the most frequent wrong cells."""
+    """A confusion matrix: all counts if there are few classes, and the wrong cells with the highest counts."""
 
     names: list[str] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
-    """A row for each true class; empty for more than `MAX_MATRIX_CLASSES`."""
+    """A row for each true class; empty for more than `MAX_MATRIX_CLASSES` classes."""
     confused: list[tuple[int, int, int]] = field(default_factory=list)
     """Count, true class and predicted class, the most frequent first."""
 
@@ -46,7 +46,7 @@ class Mistake:
     probability: float | None
     loss: float | None
     picture: str | None
-    """The path of a file in the folder, as it was read."""
+    """The path of its picture as the file has it, which may not exist."""
 
 
 class Evaluation:
@@ -69,7 +69,7 @@ class Evaluation:
         return not (self.metrics or self.matrix.names or self.mistakes)
 
     def reference(self, value: object) -> Reference:
-        """Return the class that a file has by name or by number."""
+        """Return a reference to the class that a file names or numbers."""
         place = whole(value)
         name = self.class_names[place] if place is not None and place < len(self.class_names) else value
         return self.places.get(name, text(name)) if isinstance(name, str) else text(name)
@@ -87,7 +87,7 @@ class Evaluation:
         )
 
     def encode(self, *, max_thumbnails: int) -> dict[str, Any]:
-        """Return what the page has of this evaluation, with the pictures of at most `max_thumbnails` mistakes."""
+        """Return the data of this evaluation for the page, with the pictures of at most `max_thumbnails` mistakes."""
         shown = [self.mistakes[place] for place in choose(self.mistakes, MAX_MISTAKES)]
         pictured = set(choose(shown, max_thumbnails))
         mistakes = [self.encode_mistake(mistake, place in pictured) for place, mistake in enumerate(shown)]
@@ -111,7 +111,7 @@ class Evaluation:
         }
 
     def encode_classes(self) -> list[list[Any]]:
-        """Return a row for each class: reference, precision, recall, F1, support; of very many those of lowest F1."""
+        """Return a row for each class (of many, the lowest F1): reference, precision, recall, F1, support."""
         rows = []
         for name, scores in self.per_class.items():
             values = scores if isinstance(scores, dict) else {}
@@ -156,7 +156,7 @@ def read_matrix(files: RunFiles) -> Matrix:
 
 
 def choose(mistakes: Sequence[Mistake], count: int) -> list[int]:
-    """Return the places of `count` of the sorted `mistakes`: one half the worst of all, then the worst of each cell."""
+    """Return the indices of `count` of the sorted `mistakes`: half the worst of all, half the worst of each cell."""
     taken: Counter[tuple[Reference, Reference]] = Counter()
     ranks = []
     for mistake in mistakes:
@@ -187,7 +187,7 @@ def optional(value: object) -> float | int | None:
 
 
 def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
-    """Return the evaluations of a run by the names of their folders, also those that have nothing to show."""
+    """Return the evaluations of a run by the names of their folders, including empty evaluations."""
     folder = files.folder / "evaluation"
     try:
         with os.scandir(folder) as entries:
@@ -202,7 +202,7 @@ def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
 
 
 def thumbnail_shares(evaluations: Sequence[Evaluation], *, limit: int = MAX_THUMBNAILS) -> Iterator[int]:
-    """Yield the number of thumbnails of each evaluation: equal shares of `limit`, and those that one does not need."""
+    """Yield the number of thumbnails of each evaluation: equal shares of `limit`, plus the unused shares."""
     counts = [sum(mistake.picture is not None for mistake in evaluation.mistakes) for evaluation in evaluations]
     shares, left = dict.fromkeys(range(len(counts)), 0), limit
     order = sorted(shares, key=counts.__getitem__)

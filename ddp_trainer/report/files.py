@@ -1,4 +1,4 @@
-"""The files of a run directory, read although each may be missing, damaged, huge or written by a stranger."""
+"""The files of a run directory, each of which may be missing, damaged, huge or written by a stranger."""
 
 import base64
 import json
@@ -16,11 +16,11 @@ from ddp_trainer.config.errors import USER_ERRORS, TransientError
 
 MB = 2**20
 MAX_LINE = MB
-"""Bytes of a line of metrics.jsonl; a longer one is damaged."""
+"""Maximum bytes of a line of metrics.jsonl; a longer line is damaged."""
 MAX_TEXT = 500
-"""Characters of a name or a path that the report shows."""
+"""Maximum characters of a name or a path that the report shows."""
 SHORT = reprlib.Repr()
-SHORT.maxlevel = 2  # lists in lists in lists, which YAML's aliases make out of a few lines
+SHORT.maxlevel = 2  # because a few lines of YAML aliases make deeply nested lists
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -33,7 +33,7 @@ class Picture(NamedTuple):
 
 
 class RunFiles:
-    """Reads the files in one folder by name. `problems` collects a sentence about each that cannot be used."""
+    """Reads the files in one folder by name. `problems` has a sentence about each file that cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class RunFiles:
         return data
 
     def read_lines(self, name: str, *, limit: int) -> Iterator[str]:
-        """Yield the lines of a text file, of at most `limit` bytes in all."""
+        """Yield the lines of a text file, up to `limit` bytes in all."""
         path, size = self.folder / name, 0
         if not os.path.isfile(path):
             return
@@ -75,7 +75,7 @@ class RunFiles:
             self.unreadable(name, error)
 
     def read_records(self, name: str, *, limit: int) -> Iterator[dict[str, Any] | None]:
-        """Yield the dict with a step in each line of a file of JSON lines; None for a damaged line."""
+        """Yield the dict in each line of a file of JSON lines; None for a line that is damaged or has no step."""
         for line in filter(str.strip, self.read_lines(name, limit=limit)):
             try:
                 record = json.loads(line)
@@ -99,7 +99,7 @@ class RunFiles:
         return value
 
     def read_picture(self, name: str, *, limit: int, max_side: int) -> Picture | None:
-        """Return a PNG; None if it is missing, larger than `limit` bytes or `max_side` pixels a side, or no PNG."""
+        """Return a PNG; None if it is missing, larger than `limit` bytes or `max_side` pixels a side, or not a PNG."""
         data = self.read_bytes(name, limit=limit)
         if data is None:
             return None

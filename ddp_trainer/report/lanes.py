@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from ddp_trainer.report.files import MB, RunFiles, number
 
 MAX_RANKS, MAX_COLUMNS, MAX_CELLS = 128, 300, 20_000
-"""Lanes, columns and cells that are drawn: of more ranks the slowest, of more steps the mean of some in a row."""
+"""Maximum lanes, columns and cells. Of more ranks the slowest are drawn; more steps are averaged in groups."""
 MAX_FILES, MAX_ENTRIES = 1024, 1_000_000
-"""Of flight data, and rows of a rank of all files: a file of garbage may have more."""
+"""Maximum files of flight data, and entries of all files, because damaged data may have more."""
 NOT_TIMES = {"step", "steps", "time", "memory_mb", "celsius"}
 WHOLE, LAST = "whole run", "last minutes before the failure"
 
 
 class Entry(NamedTuple):
-    """The own time of one rank in some steps."""
+    """The own time of one rank, without waiting for other ranks, in one or more steps."""
 
     rank: int
     step: int
@@ -37,12 +37,12 @@ class Lanes:
     steps: list[int]
     """The last step of each column."""
     own_ms: list[list[float | None]]
-    """By rank and column; None where nothing is known."""
+    """Milliseconds of a step by rank and column; None where the time is unknown."""
     worst: list[tuple[int, str] | None] = field(default_factory=list)
-    """The rank that was slowest in each column, as a place in `ranks`, and its phase that was slow; None: no other."""
+    """The index in `ranks` of the slowest rank of each column, and its slow phase; None for fewer than 2 ranks."""
 
     def rows(self) -> list[list[str]]:
-        """Return the slowest ranks: rank, mean own time, and how much slower than the median of all ranks it is."""
+        """Return a row for each of the slowest ranks: rank, mean own time, difference from the median of all ranks."""
         means = {rank: mean([value for value in lane if value is not None])
                  for rank, lane in zip(self.ranks, self.own_ms, strict=True)}  # fmt: skip
         middle = median(means.values()) or 1.0
@@ -50,13 +50,13 @@ class Lanes:
         return [[str(rank), f"{means[rank]:,.2f} ms", f"{100 * (means[rank] / middle - 1):+.1f} %"] for rank in slowest]
 
     def encode(self) -> dict[str, Any]:
-        """Return the lanes for the page."""
+        """Return the data of the lanes for the page."""
         rounded = [[None if value is None else float(f"{value:.3g}") for value in lane] for lane in self.own_ms]
         return {"title": self.title, "ranks": self.ranks, "steps": self.steps, "own": rounded, "worst": self.worst}
 
 
 def read_lanes(files: RunFiles) -> list[Lanes]:
-    """Return the lanes of ranks.jsonl and of flight/, those that exist."""
+    """Return the lanes of ranks.jsonl and of flight/, if these exist."""
     found = [build_lanes(entries_of_run(files), WHOLE), build_lanes(entries_of_flight(files), LAST)]
     return [lanes for lanes in found if lanes is not None]
 
@@ -70,7 +70,7 @@ def entries_of_run(files: RunFiles) -> Iterator[Entry]:
 
 
 def entries_of_flight(files: RunFiles) -> Iterator[Entry]:
-    """Yield the entries of the files in flight/, one of each rank."""
+    """Yield the entries of the files in flight/, which has one file per rank."""
     with suppress(OSError):
         names = sorted(path.name for path in (files.folder / "flight").glob("rank-*.jsonl"))
         for name in names[:MAX_FILES]:
@@ -88,7 +88,7 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
-    """Return the lanes of `entries`, None if there are none: at most as many ranks and columns as are drawn."""
+    """Return the lanes of `entries`, with at most `MAX_RANKS` ranks and `MAX_COLUMNS` columns; None without entries."""
     known = [entry for _, entry in zip(range(MAX_ENTRIES), entries, strict=False) if entry.phases]
     if not known:
         return None
@@ -113,7 +113,7 @@ def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
 
 
 def slowest(times: list[dict[str, float] | None]) -> tuple[int, str] | None:
-    """Return the rank that takes longest by its `times`, as a place, and the phase in which it loses most."""
+    """Return the index in `times` of the slowest rank and the phase in which it loses most; None for fewer than 2."""
     known = {place: one for place, one in enumerate(times) if one}
     if len(known) < 2:
         return None

@@ -12,7 +12,7 @@ from ddp_trainer.report.files import MB, RunFiles, number, text, whole
 
 MAX_METRICS, MAX_LOG = 512 * MB, 64 * MB
 MAX_TAGS = 200
-"""Tags of a run that the report shows; a file of garbage may have millions."""
+"""Maximum number of tags of a run in the report, because a damaged file may have millions."""
 MAX_LAUNCHES = 300
 UNKNOWN_TIME, YEAR_3000 = math.nan, 3.25e10
 LAUNCH = re.compile(r"INFO (\d{1,6}) × \w+ \(\w+\), ")
@@ -23,7 +23,7 @@ NOT_FINITE = re.compile(r"the loss or gradient of step (\d{1,15}) is not finite[
 
 @dataclass(slots=True)
 class Table:
-    """The records that share their tags: a row for each, in the order of steps."""
+    """The records that have the same tags: one row for each record, in the order of steps."""
 
     steps: list[int]
     times: list[float]
@@ -37,12 +37,12 @@ class Launch:
     """The first start of a run, or a resume."""
 
     step: int
-    """The step after which it trains."""
+    """The last step before the launch."""
     world_size: int | None
     time: float = UNKNOWN_TIME
     """Unix seconds."""
     gap_start: float = UNKNOWN_TIME
-    """The time of the last record before it."""
+    """The time of the last record before the launch."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Records:
     def __init__(self) -> None:
         self.steps, self.times = array("q"), array("d")
         self.columns: dict[str, tuple[array, array]] = {}
-        """By tag: the rows that have it, and their values."""
+        """By tag: the indices of the rows that have the tag, and their values."""
         self.launches: list[Launch] = []
         self.nonfinite: NonFinite | None = None
         self.slowest: Counter[tuple[int, str]] = Counter()
@@ -102,7 +102,7 @@ class Records:
                 self.add_value(tag, value, row)
 
     def add_value(self, tag: str, value: object, row: int) -> None:
-        """Add a value to the column of `tag`; text and other things that are no number are left out."""
+        """Add a value to the column of `tag`; text and other values that are not numbers are left out."""
         finite = number(value)
         if finite is None and not is_nonfinite(value):
             return
@@ -134,7 +134,7 @@ class Records:
 
 
 def is_share(tag: str, record: dict[str, Any]) -> bool:
-    """Return whether a value is the share of another in the time of a step, and so need not be kept."""
+    """Return whether `tag` is a share of a step's time that follows from another tag, and so need not be kept."""
     return tag.endswith("_fraction") and tag.removesuffix("_fraction") + "_ms" in record
 
 
@@ -146,7 +146,7 @@ def is_nonfinite(value: object) -> bool:
 
 
 def read_metrics(files: RunFiles) -> Metrics:
-    """Return the content of metrics.jsonl and train.log. Damaged lines are left out; `files` notes their number."""
+    """Return the content of metrics.jsonl and train.log. Damaged lines are left out and counted in `files.problems`."""
     records, num_damaged = Records(), 0
     for record in files.read_records("metrics.jsonl", limit=MAX_METRICS):
         if record is None:
@@ -169,12 +169,12 @@ def read_metrics(files: RunFiles) -> Metrics:
 
 
 def read_log(files: RunFiles) -> Metrics:
-    """Return what train.log says of launches, epochs and a loss that was not finite. Its times have no time zone."""
+    """Return the launches, steps per epoch and non-finite loss in train.log, whose times have no time zone."""
     found = Metrics()
     for line in files.read_lines("train.log", limit=MAX_LOG):
         if match := LAUNCH.search(line):
             found.launches.append(Launch(0, int(match[1])))
-            found.nonfinite = None  # of a launch that this one continues from before it
+            found.nonfinite = None  # this launch continues from a step before it
         elif (match := RESUMED.search(line)) and found.launches:
             found.launches[-1] = Launch(int(match[1]), found.launches[-1].world_size)
         elif match := NOT_FINITE.search(line):
@@ -185,7 +185,7 @@ def read_log(files: RunFiles) -> Metrics:
 
 
 def with_times(launches: list[Launch], tables: list[Table]) -> list[Launch]:
-    """Return launches that are known from train.log with the times of the records before and after them."""
+    """Return the `launches` of train.log with the times of the records before and after them."""
     moments = sorted({moment for table in tables for moment in zip(table.steps, table.times, strict=True)})
     moments = [(step, time) for step, time in moments if not math.isnan(time)]
     timed = []

@@ -1,4 +1,4 @@
-"""The report: one HTML file that loads nothing."""
+"""The report: one HTML file that loads no other file."""
 
 import base64
 import errno
@@ -26,9 +26,9 @@ STYLES = (VENDOR / "uPlot.min.css", TEMPLATES / "style.css")
 PLOT = VENDOR / "uPlot.iife.min.js"
 SCRIPTS = ("page.js", "curves.js", "view.js", "marks.js", "charts.js", "toolbar.js", "timeline.js", "lanes.js",
            "matrix.js", "calibration.js", "evaluation.js", "start.js")  # fmt: skip
-"""The scripts of the page, which share one scope, in the order in which they use each other."""
+"""The scripts of the page, which share one scope; a script uses those before it."""
 MAX_NAMES = 3
-"""Names of runs in the title of a page."""
+"""Maximum number of names of runs in the title of a page."""
 ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """Characters that could end a script element, or that old browsers do not accept in one."""
 
@@ -37,7 +37,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, title: str | None = 
     """Write a report about `run_dirs` to `output`, which is either replaced completely or left as it was.
 
     Raises:
-        ConfigError: a directory is not a run directory or given twice, or the file cannot be written.
+        ConfigError: a directory is not a run directory or is given twice, or the file cannot be written.
         TransientError: the file system does not answer.
     """
     paths = [path.resolve() for path in run_dirs]
@@ -99,7 +99,7 @@ def template() -> Template:
 
 
 def encode_evaluations(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the evaluations of all runs for the page, with the place of their run and the name of their folder."""
+    """Return the evaluations of all runs for the page, with the index of their run and the name of their folder."""
     found = [(place, *item) for place, run in enumerate(runs) for item in run.evaluations.items()]
     shares = thumbnail_shares([evaluation for _, _, evaluation in found])
     return [
@@ -114,7 +114,7 @@ def script_json(data: object) -> str:
 
 
 def policy(*, style: str, script: str) -> str:
-    """Return a content security policy: this style and this script alone apply, and only data URIs are loaded."""
+    """Return a content security policy that allows only this style, this script and images in data URIs."""
     digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script)]
     return (
         f"default-src 'none'; img-src data:; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; "

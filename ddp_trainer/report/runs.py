@@ -14,7 +14,7 @@ from ddp_trainer.report.lanes import read_lanes
 from ddp_trainer.report.metrics import Metrics, read_metrics
 
 MAX_KEYS, MAX_DEPTH, MAX_ITEMS = 1_000, 12, 50
-"""Keys of a config, levels of its sections, and items of a list that are shown: YAML can hold endless ones."""
+"""Maximum keys of a config, levels of its sections, and items of a list that are shown: YAML can be endless."""
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 8 * MB, 8192
 PICTURES = {
     "first_batch": ("First training batch", "The first images of training, after augmentation."),
@@ -40,20 +40,20 @@ class Run:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a value was not finite after the last summary; with on_nonfinite=skip a run can go on after one."""
+        """Whether a value was not finite after the last summary; with on_nonfinite=skip a run can go on after that."""
         steps = whole(self.summary.get("steps"))
         return self.metrics.nonfinite is not None and (steps is None or self.metrics.nonfinite.step > steps)
 
     @property
     def status(self) -> str:
-        """How the run ended, in one word or a few."""
+        """How the run ended, in a few words."""
         if self.has_diverged:
             return "diverged"
         return text(self.summary.get("status"), length=40).replace("_", " ") or "not finished"
 
     @property
     def outcome(self) -> str:
-        """Whether the run ended as it was to: good, open or bad."""
+        """How the run ended: good if it finished, bad if it diverged, else open."""
         return "bad" if self.has_diverged else "good" if self.status in ("finished", "max steps") else "open"
 
     @property
@@ -68,7 +68,7 @@ class Run:
         return []
 
     def facts(self) -> dict[str, str]:
-        """Return the numbers of the overview by name; those that are unknown are left out."""
+        """Return the numbers of the overview by name; unknown numbers are left out."""
         steps, speed = whole(self.summary.get("steps")), number(self.summary.get("images_per_second"))
         shown = {
             "steps": f"{steps if steps is not None else self.last_step:,}",
@@ -81,7 +81,7 @@ class Run:
         return {name: value for name, value in shown.items() if value}
 
     def scores(self) -> dict[str, str]:
-        """Return the accuracy of the run as percentages by name; those that are unknown are left out."""
+        """Return the accuracies of the run as percentages by name; unknown accuracies are left out."""
         split = text(self.summary.get("eval/split"), length=40) or "evaluation"
         values = {f"{split} top-1": self.summary.get("eval/top1", self.last_value("eval/top1")),
                   "best top-1": self.summary.get("best_top1")}  # fmt: skip
@@ -100,7 +100,7 @@ class Run:
 
     @property
     def world_sizes(self) -> str:
-        """The world sizes of the launches, without repeats; if they are unknown, that of the summary."""
+        """The world sizes of the launches, without repeats; if they are unknown, the world size in the summary."""
         sizes = [launch.world_size for launch in self.metrics.launches if launch.world_size]
         known = [size for size, _ in groupby(sizes or [whole(self.summary.get("world_size"))]) if size]
         return " → ".join(map(str, known[:8])) + (" …" if len(known) > 8 else "")
@@ -120,7 +120,7 @@ class Run:
         ]
 
     def slowest_rows(self) -> list[list[str]]:
-        """Return the ranks that were slowest: rank, its phase, log windows and their share, most frequent first."""
+        """Return a row for each slowest rank, most frequent first: rank, phase, number and share of log windows."""
         counts = self.metrics.slowest
         return [
             [str(rank), phase or "unknown", f"{count:,}", f"{100 * count / counts.total():.0f} %"]
@@ -177,14 +177,14 @@ def as_text(value: object, *, depth: int = 2) -> str:
 
 
 def compare(columns: Sequence[dict[str, str]]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return a row of key and values for each key, first those that differ between `columns`, then all."""
+    """Return two lists of rows of key and values: of the keys that differ between `columns`, and of all keys."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *(column.get(key, NOT_SET) for column in columns)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1], rows
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return the names of runs; where two directories have the same one, with the folders that differ before it."""
+    """Return the names of runs; if two directories have the same name, it includes the parent folders that differ."""
     parts = [run.path.resolve().parts for run in runs]
     names = []
     for own in parts:

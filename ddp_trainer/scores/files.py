@@ -32,8 +32,8 @@ def write_evaluation(
 ) -> None:
     """Write the files of an evaluation to `folder`, all of them or none.
 
-    about: what metrics.json has besides the scores. paths: returns the path, or the name, of a sample. read: returns
-    the images uint8 [B, C, H, W] of samples int64 [B].
+    about: the entries of metrics.json besides the scores. paths: returns the path, or the name, of a sample. read:
+    returns the images uint8 [B, C, H, W] of the samples with the ids int64 [B].
 
     Raises:
         ConfigError, TransientError: a file cannot be written; the old files are then as they were.
@@ -71,7 +71,7 @@ def describe(row: list[float], class_names: list[str], paths: Callable[[int], st
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None for each number in it that JSON does not have."""
+    """Return `value` with None in place of each number that is not finite, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -81,14 +81,14 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, which takes the place of `folder` in the end; after an error `folder` is as it was."""
+    """Yield an empty folder, which replaces `folder` at the end; after an error `folder` is as it was."""
     new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "old"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         holder = f"another process is writing to {folder.parent}: wait for it, and start the same command again"
         with lock_file(folder.parent / ".lock", seconds=LOCK_SECONDS, holder=holder):
             try:
-                if old.exists() and not folder.exists():  # of a process that was killed between the two renames
+                if old.exists() and not folder.exists():  # a process was killed between the two renames
                     old.rename(folder)
                 for leftover in (new, old):
                     shutil.rmtree(leftover, ignore_errors=True)

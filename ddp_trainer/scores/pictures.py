@@ -12,7 +12,7 @@ WHITE, BLACK, BLUE, ORANGE = (255, 255, 255), (30, 30, 30), (31, 119, 180), (214
 MATRIX, MARGIN, TITLE = 900, 170, 40
 """Pixels: the largest side of a matrix, the margin for the names of classes, and the height of a title."""
 MIN_NAMED, MIN_NUMBERED = 10, 26
-"""Pixels: the smallest cells beside which names are written, and in which numbers are."""
+"""Pixels: the smallest cells of a matrix with the names of classes, and of a matrix with numbers in its cells."""
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 TILE, CAPTION = 128, 30
 
@@ -25,13 +25,13 @@ def png(image: Image.Image) -> bytes:
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Return a picture of `pixels`, uint8 [C, H, W]; of other than one or three channels the first."""
+    """Return a picture of `pixels`, uint8 [C, H, W]; unless C is 1 or 3, of the first channel."""
     shown = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
     return Image.fromarray(shown.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
 
 
 def printable(name: str, *, length: int) -> str:
-    """Return at most `length` characters of `name` that the built-in font has."""
+    """Return `name` in at most `length` characters, all of which the built-in font has."""
     text = "".join(character if character in " " or character.isprintable() else " " for character in name)
     text = text if text.isascii() else ascii(text)[1:-1]
     return text if len(text) <= length else f"{text[: length - 2]}.."
@@ -60,14 +60,14 @@ def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
 
 
 def shaded(confusion: Tensor) -> Image.Image:
-    """Return a picture with a pixel for each cell: blue on the diagonal, orange beside it."""
-    share = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()[:, :, None]  # small shares show
+    """Return a picture with a pixel for each cell: blue on the diagonal, orange elsewhere."""
+    share = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()[:, :, None]  # shows small shares
     color = np.where(np.eye(len(confusion), dtype=bool)[:, :, None], BLUE, ORANGE)
     return Image.fromarray((255 - share * (255 - color)).round().astype(np.uint8))
 
 
 def draw_counts(draw: ImageDraw.ImageDraw, confusion: Tensor, cell: int) -> None:
-    """Write the numbers of a confusion matrix into its cells; none for zero."""
+    """Write the numbers of a confusion matrix into its cells, except zeros."""
     totals = confusion.sum(1).tolist()
     for row, counts in enumerate(confusion.tolist()):
         for column, count in enumerate(counts):
@@ -102,14 +102,14 @@ def captioned_png(images: Sequence[Tensor], captions: Sequence[tuple[str, str]])
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
-    """Return `image` scaled to `side` pixels; small ones by whole pixels."""
+    """Return `image` with its longer side scaled to `side` pixels; small images are enlarged without smoothing."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR)
 
 
 def thumbnail_png(pixels: Tensor, *, side: int = 96) -> bytes:
-    """Return a PNG of an image, uint8 [C, H, W], scaled down to `side` pixels, never up."""
+    """Return a PNG of an image, uint8 [C, H, W], whose longer side is scaled down to `side` pixels, never up."""
     image = to_image(pixels)
     image.thumbnail((side, side))
     return png(image)

@@ -1,4 +1,4 @@
-"""The answers of a model, sample by sample, gathered over ranks."""
+"""The predictions of a model, sample by sample, gathered over ranks."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ ID, LABEL, PREDICTION, LOSS, CONFIDENCE, IN_TOP5 = range(6)
 
 
 class SampleResults:
-    """The answers of a model to the samples of this rank, kept on the device, so that no batch waits for it."""
+    """The predictions of a model for the samples of this rank, kept on the device, so that no batch waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts = [torch.empty(0, 6, dtype=torch.float64, device=device)]
 
     def add(self, logits: Tensor, labels: Tensor, ids: Tensor) -> None:
-        """Add a batch. logits: [B, C], labels: int64 [B], negative for a sample without one, ids: int64 [B]."""
+        """Add a batch. logits: [B, C], labels: int64 [B], negative for a sample without a label, ids: int64 [B]."""
         logits = logits.float()
         prediction = logits.argmax(1)
         confidence = logits.softmax(1).gather(1, prediction[:, None])[:, 0]
@@ -34,7 +34,7 @@ class SampleResults:
     def gather(self, world: World) -> Tensor:
         """Return the rows of all ranks, sorted by id, on the CPU: float64 [N, 6]. Collective.
 
-        They are in the same order at any world size, and so is all that is computed from them.
+        The order of the rows is the same at any world size, so all scores computed from them are the same too.
         """
         own = self.rows()
         lengths = world.all_gather_object(len(own))

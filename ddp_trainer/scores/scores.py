@@ -1,4 +1,4 @@
-"""Scores that are computed from the answers to all samples: confusion matrix, values per class, calibration."""
+"""Scores that are computed from the predictions for all samples: confusion matrix, values per class, calibration."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from ddp_trainer.scores.results import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PRE
 
 NUM_BINS = 15
 WORST, WORST_PER_PAIR, NUM_PAIRS = 100, 5, 200
-"""How many mistakes are listed: those of the largest loss, and those of the most frequent pairs of classes."""
+"""Numbers of mistakes that are listed: of the largest loss, and of each pair; and the number of pairs of classes."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of the answers in `rows`, float64 [N, 6], of `SampleResults.gather`."""
+    """The scores of the predictions in `rows`, float64 [N, 6], the result of `SampleResults.gather`."""
 
     rows: Tensor
     class_names: list[str]
@@ -55,7 +55,7 @@ class Scores:
         return torch.bincount(cells, minlength=size * size).view(size, size)
 
     def per_class(self) -> dict[str, dict[str, float | int | None]]:
-        """Return precision, recall, F1 and support by class name; what is a division by zero is None."""
+        """Return precision, recall, F1 and support by class name; a value that would divide by zero is None."""
         correct, support, predicted = self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0)
         counts = zip(self.class_names, correct.tolist(), support.tolist(), predicted.tolist(), strict=True)
         return {
@@ -82,7 +82,7 @@ class Scores:
         ]
 
     def calibration_error(self) -> float:
-        """Return the mean difference of confidence and accuracy over the samples.
+        """Return the mean difference between the confidence and the accuracy of a bin, weighted by its samples.
 
         Source: Guo et al., On Calibration of Modern Neural Networks, 2017 (arXiv 1706.04599).
         """

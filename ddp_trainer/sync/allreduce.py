@@ -1,7 +1,7 @@
 """All-reduce the gradients after backward: the simplest correct strategy.
 
-Teaches what DDP does for you: nothing overlaps here, so all of the communication is waited for. A parameter at a
-time pays the network's latency for each; one flat bucket pays it once, and a copy.
+Teaches what DDP does for you: nothing overlaps here, so a step waits for all of its communication. One message per
+parameter pays the network's latency for each of them; one flat bucket pays it once, plus the time of a copy.
 
 Source: Dive into Deep Learning, "Training on Multiple GPUs": ``allreduce(data)``, over processes in place of devices.
 """

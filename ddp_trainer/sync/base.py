@@ -27,7 +27,7 @@ class GradientSync:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices that this rank trains on; a CPU is one, however many replicas share it."""
+        """The number of devices that this rank trains on; a CPU counts as one, even if several replicas share it."""
         return 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -36,7 +36,7 @@ class GradientSync:
         return model
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the model; a parameter that the last backward did not reach has none."""
+        """Return the gradients of the model, without the parameters that the last backward did not reach."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def begin(self) -> None:
@@ -54,13 +54,16 @@ class GradientSync:
         return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Make parameters equal on every rank, or `is_synchronized` false. Collective: every rank must call this."""
+        """Make parameters equal on every rank, or set `is_synchronized` to false if they are left different.
+
+        Collective: every rank must call this.
+        """
 
     def synchronize(self, optimizer: Optimizer) -> None:
         """Make parameters equal on every rank now. Collective: every rank must call this."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer's ``state_dict()``. Collective: every rank must call this."""
+        """Return the ``state_dict()`` of the whole optimizer. Collective: every rank must call this."""
         return optimizer.state_dict()
 
 
@@ -83,10 +86,10 @@ def exchange(operations: Sequence[dist.P2POp]) -> None:
 
 
 def start_exchange(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Start all sends and receives but those of empty tensors at once, and return what waits for each.
+    """Start all sends and receives at once, except those of empty tensors, and return the requests to wait for.
 
-    Receives are posted first, because gloo moves both directions at once only then (383 ms against 201 ms for 22 MB
-    each way over 1 Gbit/s).
+    Receives are posted first, because only then gloo sends and receives at the same time (201 ms in place of 383 ms
+    for 22 MB in each direction over 1 Gbit/s).
     """
     ordered = sorted((o for o in operations if o.tensor.numel()), key=lambda operation: operation.op is dist.isend)
     return dist.batch_isend_irecv(ordered) if ordered else []

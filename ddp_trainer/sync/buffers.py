@@ -28,10 +28,10 @@ def restore_buffers(model: nn.Module, vector: Tensor) -> None:
 
 @contextmanager
 def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
-    """Within the context the model's statistics are the mean over ranks; after it, this rank's own again.
+    """Set the model's statistics to the mean over ranks inside the context, and restore this rank's own after it.
 
-    Yields this rank's own as a vector. Restoring them keeps training a function of its steps alone: an extra
-    evaluation or save changes nothing, not even a rounding. Collective: every rank must call this.
+    Yields this rank's own statistics as a vector. They are restored so that an extra evaluation or save does not change
+    the training, not even by a rounding error. Collective: every rank must call this.
     """
     own = flatten_buffers(model)
     if own.numel() and world.world_size > 1:

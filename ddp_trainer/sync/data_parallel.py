@@ -1,7 +1,7 @@
 """torch's ``nn.DataParallel``: one process, many GPUs, a fresh copy of the model at every forward.
 
 Teaches why torch's own documentation says to use DDP: the parameters are broadcast each step, one interpreter drives
-all GPUs, and the first gathers all logits and gradients.
+all GPUs, and the first GPU gathers all logits and gradients.
 
 Source: Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 """
@@ -19,7 +19,7 @@ class DataParallelSync(GradientSync):
     """Uses ``nn.DataParallel``, which accumulates the gradients in the original model."""
 
     def __init__(self, config: DataParallelConfig, world: World) -> None:
-        """ConfigError on a CPU."""
+        """Raises ConfigError on a CPU."""
         super().__init__(config, world)
         require(
             world.device.type == "cuda",

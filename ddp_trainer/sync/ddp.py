@@ -19,7 +19,7 @@ from ddp_trainer.config.sync import CommHook, DDPConfig
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.sync.base import GradientSync
 
-# torch 2.14 renamed the flag and warns about the old name; 2.11 knows only that.
+# torch 2.14 renamed the flag and warns about the old name; 2.11 has only the old name.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -30,11 +30,11 @@ _SYNC_BUFFERS = next(
 class DDPSync(GradientSync):
     """Let DDP average the gradients during backward.
 
-    BatchNorm statistics stay local here; `averaged_statistics` reconciles them where they matter.
+    BatchNorm statistics stay local here; `averaged_statistics` averages them where a model is evaluated or saved.
     """
 
     def __init__(self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None) -> None:
-        """ConfigError if torch's PowerSGD would wait for a GPU that this rank does not use."""
+        """Raises ConfigError if torch's PowerSGD would wait for a GPU that this rank does not use."""
         require(
             config.comm_hook is not CommHook.powersgd or world.device.type == "cuda" or not torch.cuda.is_available(),
             "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set CUDA_VISIBLE_DEVICES to nothing",

@@ -1,4 +1,4 @@
-"""A key–value store over the ranks of a process group: push adds up at a key's owner, pull copies from it.
+"""A key–value store over the ranks of a process group: push adds up values at a key's owner, pull copies them.
 
 Teaches that the pattern ``push(key, gradient); pull(key)`` hides which ranks communicate: the caller names no rank.
 
@@ -23,7 +23,7 @@ class KeyValueStore:
         self.owner: dict[str, int] = {}
 
     def init(self, values: dict[str, Tensor]) -> None:
-        """Give each key an owner, large ones first, always the one that has least; start from rank 0's `values`."""
+        """Give each key, the largest first, to the owner with the fewest elements, and broadcast rank 0's `values`."""
         load = [0] * self.num_servers
         for key, value in sorted(values.items(), key=lambda item: (-item[1].numel(), item[0])):
             self.owner[key] = load.index(min(load))
@@ -36,7 +36,7 @@ class KeyValueStore:
         return self.owner[key] == self.world.rank
 
     def push(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send `values` to their owners. Return, for the keys of this rank, their sums over ranks."""
+        """Send `values` to their owners. Return the sums over ranks of the keys that this rank owns."""
         parts: dict[str, dict[int, Tensor]] = {}
         operations = []
         for key, value in values.items():
@@ -50,12 +50,12 @@ class KeyValueStore:
         exchange(operations)
         sums = {key: torch.zeros_like(values[key]) for key in parts}
         for key, received in parts.items():
-            for rank in range(self.world.world_size):  # in this order, whichever rank adds them
+            for rank in range(self.world.world_size):  # the same order on every owner
                 sums[key] += received.get(rank, values[key])
         return sums
 
     def pull(self, values: dict[str, Tensor]) -> None:
-        """Replace `values` by their owners'."""
+        """Replace `values` by the values of their owners."""
         operations, received = [], {}
         for key, value in values.items():
             if self.owned(key):

@@ -1,8 +1,8 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged every H steps.
 
 Teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer that is linear in the
-gradient (SGD, momentum) it is ordinary data parallelism; with more, ranks drift apart in between.
-The optimizer's state is averaged too, so that after it all ranks are the same again and can be saved.
+gradient (SGD, momentum) it is ordinary data parallelism; with a larger H, ranks differ between
+two averages. The optimizer's state is averaged too, so that all ranks are equal after an average and can be saved.
 
 Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 1805.09767); Yu, Jin and Yang, On the
 Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv 1905.03817).
@@ -15,7 +15,7 @@ from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class LocalSGDSync(GradientSync):
-    """Average parameters and optimizer state every `every_steps` steps, and where ranks have to be equal."""
+    """Average parameters and optimizer state every `every_steps` steps, and whenever ranks must be equal."""
 
     steps_apart = 0
 

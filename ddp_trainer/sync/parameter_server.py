@@ -1,7 +1,7 @@
 """A sharded parameter server: gradients go to a key's owner, which updates, and parameters come back.
 
-Teaches what a server costs: with one of them 2·(W − 1)·m pass through a single network card, first all in, then all
-out. With as many servers as ranks it is a reduce-scatter and an all-gather again.
+Teaches what a server costs: with one server and m parameters, 2·(W − 1)·m elements pass through a single network card,
+first all in, then all out. With as many servers as ranks, this is a reduce-scatter and an all-gather again.
 
 Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine Learning with the
 Parameter Server, 2014 (OSDI).
@@ -29,11 +29,11 @@ class ParameterServerSync(GradientSync):
 
     def before_step(self) -> None:
         sums = self.store.push({key: p.grad for key, p in self.parameters.items() if p.grad is not None})
-        for key, parameter in self.parameters.items():  # without a gradient an optimizer leaves a parameter alone
+        for key, parameter in self.parameters.items():  # an optimizer skips a parameter without a gradient
             parameter.grad = sums[key].div_(self.world.world_size) if key in sums else None
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        mine = [p.grad for p in model.parameters() if p.grad is not None]  # none on a rank that owns nothing
+        mine = [p.grad for p in model.parameters() if p.grad is not None]  # empty on a rank without keys
         norm = nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=self.world.device)
         return self.world.all_reduce(norm.square()).sqrt()
 
@@ -41,7 +41,7 @@ class ParameterServerSync(GradientSync):
         self.store.pull({key: p.detach() for key, p in self.parameters.items()})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return every key's state from its owner, because the run may be resumed with other owners."""
+        """Return the state of every key, gathered from its owner, because a resumed run may have other owners."""
         whole, keys = optimizer.state_dict(), {parameter: key for key, parameter in self.parameters.items()}
         ordered = [keys[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         mine = {index: whole["state"].get(index, {}) for index, key in enumerate(ordered) if self.store.owned(key)}

@@ -2,7 +2,7 @@
 
 Teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
 gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python
-interpreter is shared, and the first device holds all logits: the reasons to use DDP instead.
+interpreter is shared, and the first device holds all logits; these are the reasons to use DDP instead.
 
 Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``, ``allreduce`` and
 ``train_batch``.
@@ -26,13 +26,13 @@ def get_params(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def split_batch(images: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    """Split `images`, [B, …], over `devices`: parts that differ by at most one sample, none of them empty."""
+    """Return the parts of `images`, [B, …], on `devices`; their sizes differ by at most one, and none is empty."""
     parts = images.tensor_split(min(len(devices), len(images)))
     return [part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=False)]
 
 
 def allreduce(tensors: list[Tensor]) -> None:
-    """Replace each of `tensors`, of one shape and each on its device, by their sum."""
+    """Replace each of `tensors`, which have one shape and may be on different devices, by their sum."""
     first, *others = tensors
     for other in others:
         first += other.to(first.device, non_blocking=True)
@@ -41,7 +41,7 @@ def allreduce(tensors: list[Tensor]) -> None:
 
 
 class Replicas(nn.Module):
-    """Call a replica on each device with its part of the batch."""
+    """Calls the replica on each device with its part of the batch."""
 
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ReplicasSync(GradientSync):
     """Add up the gradients of the replicas of this process."""
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
-        """ConfigError if a device of the config does not exist, or the first is not that of the run."""
+        """Raises ConfigError if a device of the config does not exist, or the first is not the device of the run."""
         super().__init__(config, world)
         self.devices, gpus = [torch.device(name) for name in config.devices], torch.cuda.device_count()
         for device in self.devices:
@@ -84,7 +84,7 @@ class ReplicasSync(GradientSync):
 
     def before_step(self) -> None:
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            allreduce([p.grad for p in parameters if p.grad is not None])  # None where the batch was too small
+            allreduce([p.grad for p in parameters if p.grad is not None])  # None for a replica without a sample
 
     def begin(self) -> None:
         self.copy_parameters()

@@ -1,7 +1,7 @@
 """All-reduce by hand around a ring: each rank communicates only with its two neighbours.
 
 Teaches why the cost of an all-reduce hardly depends on the number of ranks: each of the 2·(W − 1) rounds moves one
-chunk of m/W elements, so a rank sends 2·(W − 1)/W·m in all, always in both directions at once.
+chunk of m/W of the m elements, so a rank sends 2·(W − 1)/W·m elements in all, and receives as many at the same time.
 
 Source: Dive into Deep Learning, "Parameter Servers", ring synchronization; Patarasuk and Yuan, Bandwidth Optimal
 All-reduce Algorithms for Clusters of Workstations, 2009 (doi 10.1016/j.jpdc.2008.09.002).
@@ -32,11 +32,11 @@ def ring_all_reduce(vector: Tensor, *, rank: int, world_size: int) -> None:
     Every element is summed on one rank and copied to the others, so all end with the same bits.
     """
     chunks = vector.tensor_split(world_size)
-    spare = torch.empty_like(chunks[0])  # the first chunk is never the shortest
+    spare = torch.empty_like(chunks[0])  # no chunk is longer than the first
     for turn in range(2 * (world_size - 1)):
         outgoing, incoming = chunks[(rank - turn) % world_size], chunks[(rank - turn - 1) % world_size]
-        is_reduce_scatter = turn < world_size - 1  # rank r ends it with the sum of chunk r + 1
-        received = spare[: len(incoming)] if is_reduce_scatter else incoming  # in the all-gather sums replace parts
+        is_reduce_scatter = turn < world_size - 1  # after it, rank r has the sum of chunk r + 1
+        received = spare[: len(incoming)] if is_reduce_scatter else incoming  # an all-gather copies sums
         receive = dist.P2POp(dist.irecv, received, (rank - 1) % world_size)
         exchange([receive, dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)])
         if is_reduce_scatter:

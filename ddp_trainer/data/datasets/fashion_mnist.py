@@ -16,14 +16,14 @@ from ddp_trainer.distributed.files import lock_file
 
 NETWORK_SECONDS = 30.0
 LOCK_SECONDS = 600.0
-"""How long a rank waits for another one that downloads."""
+"""How long a rank waits for another rank that downloads."""
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FILES = tuple(f"{split}-{kind}-idx{number}-ubyte" for split in ("train", "t10k") for number, kind in KINDS.items())
 CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
-    """Return 60,000 training and 10,000 evaluation images of 28×28 pixels, or those in data.root.
+    """Return 60,000 training and 10,000 evaluation images of 28×28 pixels, or the images in data.root.
 
     Raises ConfigError if the data is not there, or a file is not valid.
 
@@ -35,13 +35,13 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
         datasets = Datasets(train=train, eval=evaluation, class_names=CLASS_NAMES)
         datasets.check()
         return datasets
-    except ValueError as error:  # a ConfigError is one
+    except ValueError as error:  # a ConfigError is a ValueError
         fix = "put the right files there" if config.root else "remove the folder, or set data.root to another"
         raise ConfigError(f"data.root={config.root or 'null'}: {error}; {fix}") from error
 
 
 def locate(data_root: str | None) -> Path:
-    """Return the folder of the four files, downloaded once per node if none has them; ConfigError if that fails."""
+    """Return the folder of the four files, which are downloaded once per node if missing; ConfigError if that fails."""
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
     for folder in (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),):
         missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
@@ -66,7 +66,7 @@ def locate(data_root: str | None) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Download into `folder`, which appears complete and verified, or not at all; one process of a node at a time."""
+    """Download into `folder`, which is created only when all files are verified; one process of a node at a time."""
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -75,13 +75,13 @@ def download(folder: Path) -> None:
         if folder.is_dir():
             return
         limit = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(NETWORK_SECONDS)  # torchvision sets none
+        socket.setdefaulttimeout(NETWORK_SECONDS)  # torchvision sets no timeout
         try:
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
                 FashionMNIST(scratch, download=True)  # checks each file's MD5
                 raw = Path(scratch) / "FashionMNIST" / "raw"
                 for archive in raw.glob("*.gz"):
-                    archive.unlink()  # extracted beside it
+                    archive.unlink()  # torchvision has extracted it beside the archive
                 os.rename(raw, folder)
         finally:
             socket.setdefaulttimeout(limit)

@@ -17,7 +17,7 @@ KINDS = {3: "images", 1: "labels"}
 
 
 def read_split(folder: Path, prefix: str) -> ImageTensors:
-    """Return ``<prefix>-images-idx3-ubyte[.gz]`` of `folder` with its labels; ConfigError if one is damaged."""
+    """Return ``<prefix>-images-idx3-ubyte[.gz]`` in `folder` with the labels; ConfigError if a file is damaged."""
     images, labels = (
         read_idx(find_idx(folder, f"{prefix}-{kind}-idx{dimensions}-ubyte"), dimensions=dimensions)
         for dimensions, kind in KINDS.items()
@@ -26,7 +26,7 @@ def read_split(folder: Path, prefix: str) -> ImageTensors:
 
 
 def find_idx(folder: Path, name: str) -> Path:
-    """Return `name` or `name`.gz in `folder`, the second also if neither is there."""
+    """Return the path of `name` in `folder` if that file exists, else the path of `name`.gz."""
     path = folder / name
     return path if os.path.isfile(path) else folder / f"{name}.gz"  # Path.is_file raises where access is denied
 
@@ -34,7 +34,7 @@ def find_idx(folder: Path, name: str) -> Path:
 def read_idx(path: Path, *, dimensions: int) -> Tensor:
     """Return the uint8 array in the IDX file `path`, gzipped or not: 3 dimensions are images, 1 is labels.
 
-    Raises ConfigError for a file that cannot be read, is truncated, or holds something else.
+    Raises ConfigError for a file that cannot be read, is truncated, or has other content.
 
     Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
     """

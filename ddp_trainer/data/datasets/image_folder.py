@@ -1,4 +1,4 @@
-"""A folder of images: a folder per class, in folders for training and evaluation or in one that is split."""
+"""A folder of images: a folder per class, inside folders for training and evaluation, or in one folder to split."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 
 def build_image_folder(config: ImageFolderConfig) -> Datasets:
-    """Return the images in data.root; ConfigError if there are none, or a folder does not fit."""
+    """Return the images in data.root; ConfigError if images are missing or the folders are not as they must be."""
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
     root = Path(config.root or "").expanduser()
     require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
@@ -34,10 +34,10 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
 
 
 def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
-    """Return the images of data.root alone, to evaluate on: of its folder test or val, or of its class folders.
+    """Return the images to evaluate in data.root: in its folder test or val if it has one, else in its class folders.
 
     Raises:
-        ConfigError: there is none, or it has a class that is not in `class_names`.
+        ConfigError: there is no image, or a class is not in `class_names`.
     """
     root = Path(config.root or "").expanduser()
     require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
@@ -48,7 +48,7 @@ def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles
 
 
 def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
-    """Return the split of `files`, with its cache if `config` asks for one."""
+    """Return the split of the images in `files`, with a cache if `config` asks for it."""
     min_crop_area = config.augment.random_resized_crop or 1.0
     images = ImageFiles(files, class_names, image_size=config.image_size, min_crop_area=min_crop_area)
     if config.cache is Cache.uint8:
@@ -57,12 +57,12 @@ def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConf
 
 
 def cache_folder(config: ImageFilesConfig) -> Path:
-    """Return the folder of lists of files and of caches; by default one of the user's."""
+    """Return the folder for lists of files and caches: data.cache_dir, or by default the user's cache folder."""
     return user_cache() if config.cache_dir is None else Path(config.cache_dir).expanduser()
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folders for training and evaluation; None: a part of the first is held out, if data `is_split`."""
+    """Return the folders for training and evaluation; if `is_split`, the second is None: the first is split."""
     if not (root / "train").is_dir():
         require(
             is_split,
@@ -82,7 +82,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
 
 
 def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
-    """Check that there are images, and no class that the training images do not have."""
+    """Check that `files` has images, and no class that is not in `class_names`; ConfigError if not."""
     unknown = [name for name in files.class_names if name not in set(class_names)]
     require(
         not unknown,

@@ -1,4 +1,4 @@
-"""The classification data sets of torchvision, by the names of their classes: small ones in memory, others streamed."""
+"""The classification data sets of torchvision, by class name: in memory as torchvision has them, or streamed."""
 
 import inspect
 import os
@@ -21,20 +21,20 @@ from ddp_trainer.distributed.environment import user_cache
 from ddp_trainer.distributed.files import lock_file
 
 LOCK_SECONDS = 3600.0
-"""How long a rank waits for another one that downloads."""
+"""How long a rank waits for another rank that downloads."""
 EVALUATION_SPLITS = ("test", "val", "valid")
 FILE_LISTS = ("samples", "_samples", "imgs")
-"""Attributes that have (path, label) of each image."""
+"""Names of attributes with the (path, label) of each image."""
 USE_A_PLUGIN = "it is not supported; write a plug-in (docs/extending.md)"
 PATHS, LABELS = ("_image_files", "_images"), ("targets", "_labels", "labels")
-"""Attributes that have the paths, and the labels."""
+"""Names of attributes with the paths, and of attributes with the labels."""
 
 
 def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
     """Return torchvision's data set `config.dataset`.
 
     Raises:
-        ConfigError: there is no such data set, it is not in data.root, or it is not one of images and classes.
+        ConfigError: there is no such data set, it is not in data.root, or its samples are not images with a class.
     """
     kind = find_class(config.dataset)
     root = Path(config.root).expanduser() if config.root else user_cache() / "torchvision"
@@ -59,16 +59,16 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
 
 
 def find_class(name: str) -> type:
-    """Return the class of torchvision.datasets with that name; ConfigError suggests some."""
+    """Return the class `name` of torchvision.datasets; ConfigError, with suggestions, if there is none."""
     classes = [key for key in torchvision_datasets.__all__ if isinstance(getattr(torchvision_datasets, key), type)]
     files = [key for key in classes if "root" in inspect.signature(getattr(torchvision_datasets, key)).parameters]
-    known = [key for key in files if not key.startswith("LSUN")]  # which reads a pickle from the current folder
+    known = [key for key in files if not key.startswith("LSUN")]  # LSUN reads a pickle from the current folder
     require(name in known, f"data.dataset={name} is not a data set of torchvision{suggestion(name, known)}")
     return getattr(torchvision_datasets, name)
 
 
 def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[Any, Any]:
-    """Return the objects of `kind` for training and evaluation; None: there is no such split."""
+    """Return the objects of `kind` for training and evaluation; the second is None if there is no such split."""
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters if base is not object}
     options: dict[str, Any] = dict(config.arguments)
     if "download" in known:
@@ -88,7 +88,7 @@ def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[
 
 
 class UnknownSplitError(ConfigError):
-    """The class has no split of that name."""
+    """The class of torchvision has no split of that name."""
 
 
 def open_split(kind: type, root: Path, config: TorchvisionDataConfig, options: dict[str, Any]) -> Any:
@@ -114,7 +114,7 @@ def names_of_classes(dataset: Any) -> list[str]:
     names = getattr(dataset, "classes", None) or list(getattr(dataset, "class_to_idx", ()))
     if names:
         first = [name if isinstance(name, str) else str(name[0]) for name in names]
-        return [f"{name} ({n})" if first.count(name) > 1 else name for n, name in enumerate(first)]  # two cranes
+        return [f"{name} ({n})" if first.count(name) > 1 else name for n, name in enumerate(first)]  # ImageNet
     return [str(number) for number in range(max(labels_of(dataset)) + 1)]
 
 
@@ -129,7 +129,7 @@ def labels_of(dataset: Any) -> list[int]:
 
 
 def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig) -> Split:
-    """Return the images of `dataset`: in memory if it has them there, else their files."""
+    """Return the split of `dataset`: in memory if the data set has its images in memory, else as image files."""
     images = as_images(getattr(dataset, "data", None), count=len(dataset))
     if images is not None and torch.equal(images[0], read_sample(dataset, 0)[0]):
         return ImageTensors(images, torch.tensor(labels_of(dataset)))
@@ -150,7 +150,7 @@ def as_images(data: Any, *, count: int) -> Tensor | None:
 
 
 def files_of(dataset: Any) -> tuple[Sequence[Path], list[int]]:
-    """Return path and label of each image; ConfigError if the data set does not have them as files."""
+    """Return the paths and the labels of all images; ConfigError if the images are not files."""
     for name in FILE_LISTS:
         if samples := getattr(dataset, name, None):
             return [Path(path) for path, _ in samples], labels_of(dataset)

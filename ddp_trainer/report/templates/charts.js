@@ -14,7 +14,7 @@ const SECONDS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 
 const HEIGHT = 220;
 const MAX_SHOWN_POINTS = 40;
 
-/** Returns uPlot's options for a chart whose x axis, zoom and crosshair are those of all charts. */
+/** Returns uPlot's options for a chart, which shares its x axis, zoom and crosshair with all charts. */
 function plotOptions(width, series, axis) {
   const font = "11px system-ui, sans-serif";
   const grid = { stroke: () => colour("grid"), width: 1 };
@@ -87,7 +87,7 @@ class Chart {
     charts.push(this);
   }
 
-  /** Draws the plot anew; a chart that is not visible, in a closed section, waits until it is. */
+  /** Draws the plot again; a chart in a closed section is drawn when the section is opened. */
   draw() {
     this.plot?.destroy();
     this.plot = null;
@@ -104,7 +104,7 @@ class Chart {
     this.showValues();
   }
 
-  /** Returns the width for the plot; 0 in a section that is closed, which has a layout all the same. */
+  /** Returns the width for the plot; 0 in a closed section, although the browser gives it a width. */
   width() {
     return this.host.closest("details:not([open])") ? 0 : this.host.clientWidth;
   }
@@ -127,7 +127,7 @@ class Chart {
       el("li", {}, style ? swatch(style) : null, name ? el("bdi", {}, name) : null, node)));
   }
 
-  /** Shows the values at the crosshair; without one the last values. */
+  /** Shows the values at the crosshair; without a crosshair, the last values. */
   showValues() {
     const { plot } = this;
     if (!plot) return;
@@ -147,7 +147,7 @@ function lastIndex(column) {
   return null;
 }
 
-/** A chart of one tag, with a curve for each run, and a fainter one of what was recorded if it is smoothed. */
+/** A chart of one tag, with a curve for each run; if it is smoothed, a fainter curve shows the recorded values. */
 class CurveChart extends Chart {
   constructor(tag, parent) {
     const { title = tag, unit = "", format = formatNumber, isLoss = false } = KNOWN[tag] ?? {};

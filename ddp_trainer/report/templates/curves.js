@@ -100,7 +100,7 @@ function valuesOf(tag, shown, mode, transform = (values) => values) {
   return { x, columns };
 }
 
-/** Returns an array with `values` at `places`. Elsewhere it is undefined, where a line goes on, or null in its gaps. */
+/** Returns an array with `values` at `places`. Elsewhere it is undefined, which a line crosses, or null for a gap. */
 function scatter(values, places, length) {
   const column = new Array(length).fill(undefined);
   for (let i = 0; i < places.length; i++) {

@@ -20,7 +20,7 @@ function scoresCard(evaluation) {
 }
 
 function confusionPart(evaluation) {
-  // Where several classes have the same name, mistakes have the first of them.
+  // Where several classes have the same name, mistakes refer to the first of them.
   evaluation.references = evaluation.classes.map((name) => evaluation.classes.indexOf(name));
   if (evaluation.matrix.length) {
     return [el("h3", {}, "Confusion matrix"),

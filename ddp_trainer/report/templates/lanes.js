@@ -3,7 +3,7 @@
 const FULL_COLOUR = 0.3;
 const LANE_WIDTH = 900;
 
-/** Returns the middle of numbers, without nulls; null if there are none. */
+/** Returns the median of numbers, without nulls; null if there are none. */
 function middleOf(values) {
   const known = values.filter((value) => value !== null).sort((a, b) => a - b);
   if (!known.length) return null;
@@ -11,7 +11,7 @@ function middleOf(values) {
   return known.length % 2 ? known[half] : (known[half - 1] + known[half]) / 2;
 }
 
-/** Draws one block of lanes, and describes the cell under the pointer or the one to which the arrow keys went. */
+/** Draws one block of lanes, and describes the cell under the pointer or the cell that the arrow keys selected. */
 class LaneChart {
   constructor(parent) {
     this.canvas = el("canvas", { class: "lanes", tabindex: "0", role: "img",

@@ -1,6 +1,6 @@
 // The confusion matrix, or the most confused pairs of many classes, and the mistakes behind each cell.
 
-/** Returns the name of a class, which a file has by its place in the list of names or by name. */
+/** Returns the name of a class, which is given by its index in the list of names or by its name. */
 function className(evaluation, reference) {
   return typeof reference === "number" ? evaluation.classes[reference] : reference;
 }
@@ -13,7 +13,7 @@ function pairOfNames(evaluation, label, prediction) {
     el("bdi", { class: "wrong" }, className(evaluation, prediction)));
 }
 
-/** Returns a mistake as a figure: the picture, what it was and what was predicted, probability, loss and path. */
+/** Returns a mistake as a figure: the picture, the true and the predicted class, probability, loss and path. */
 function mistakeFigure(evaluation, [path, label, prediction, probability, loss, picture]) {
   return el("figure", { class: "mistake" },
     pictureOf(picture, path),

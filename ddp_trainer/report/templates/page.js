@@ -13,7 +13,7 @@ function muted(...children) {
   return el("p", { class: "muted" }, ...children);
 }
 
-/** Returns the sentence of a part that has no data. */
+/** Returns a paragraph with the sentence for a part that has no data. */
 function empty(sentence) {
   return el("p", { class: "empty" }, sentence);
 }
@@ -67,7 +67,7 @@ function plural(count, noun, many = `${noun}s`) {
 const NUM_COLOURS = 6;
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 
-/** Returns the colour of a run, the dashes of its line, in which more runs than colours differ, and its swatch. */
+/** Returns the colour of a run, the dashes of its line, which differ between runs of one colour, and its swatch. */
 function runStyle(place) {
   const [name, dashes] = [`run-${place % NUM_COLOURS}`, Math.floor(place / NUM_COLOURS) % DASHES.length];
   return { name, dash: DASHES[dashes], swatch: `${name} dash-${dashes}` };

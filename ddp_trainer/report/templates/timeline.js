@@ -61,7 +61,7 @@ class TimelineChart extends Chart {
   }
 }
 
-/** Returns { x, values } of a phase. A record is about the steps before it, so the first one gets a beginning. */
+/** Returns { x, values } of a phase. A record covers the steps before it, so the area of the first begins there. */
 function windowsOf(run, tag) {
   const { table, values: column } = run.series.get(tag);
   const { x, rows } = axisOf(run, table, view.mode);

@@ -74,7 +74,7 @@ function onChartKey(event, plot) {
   event.preventDefault();
 }
 
-/** Passes a horizontal movement of a finger on as one of the mouse, which is all that uPlot knows. */
+/** Turns a horizontal movement of a finger into mouse events, because uPlot handles no others. */
 function followTouch(over) {
   const send = (type, target) => (event) => {
     if (event.pointerType !== "touch") return;
