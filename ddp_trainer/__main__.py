@@ -39,7 +39,7 @@ def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
     if words[0] in COMMANDS:
         return words[0], list(words[1:])
     near = get_close_matches(words[0], COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}, or set a key, key=value"
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}, or set a key with key=value"
     print(f"error: {words[0]} is not a command: {hint}", file=sys.stderr)
     sys.exit(2)
 

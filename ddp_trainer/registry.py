@@ -70,10 +70,10 @@ def register(
         OmegaConf.structured(schema)
     except OmegaConfBaseException as error:
         where, reason = f"{schema.__name__}.{error.full_key}", str(error).partition("\n")[0]
-        raise ValueError(f"{where} is not a type that a config may have: {reason}") from error
+        raise ValueError(f"{where} has a type that configs do not support: {reason}") from error
     taken = _choices[group].get(name)
     if taken is not None and taken.schema is not schema:
-        raise ValueError(f"{group}={name} is already registered, by {taken.schema.__module__}")
+        raise ValueError(f"{group}={name} is already registered by {taken.schema.__module__}: choose another name")
 
     def add(function: Any) -> Any:
         if not callable(function) and not re.fullmatch(r"[\w.]+:\w+", function):
@@ -115,8 +115,8 @@ def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any)
     result = choice.build(config, *args, **options)
     if not isinstance(result, returns):
         raise PluginError(
-            f"{group}={choice.name}: the builder must return an object of {returns.__name__} and returns one of "
-            f"{type(result).__name__}"
+            f"{group}={choice.name}: the builder must return an object of type {returns.__name__}, and returned "
+            f"an object of type {type(result).__name__}"
         )
     return result
 
@@ -135,7 +135,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
             module = import_module(name)
         except Exception as error:  # a plug-in's module may raise anything
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            fix = "correct or uninstall it, or take it out of DDP_TRAINER_PLUGINS"
+            fix = "correct or uninstall the plug-in, or remove it from DDP_TRAINER_PLUGINS"
             raise PluginError(f"plug-in {name} cannot be imported ({cause}): {fix}") from error
         distribution = installed.get(name)
         _plugins[name] = distribution.version if distribution else _version(module)

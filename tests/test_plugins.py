@@ -118,7 +118,7 @@ def test_a_job_file_and_a_sweep_have_the_choices_of_plugins(tmp_path: Path) -> N
     assert "ok" in succeed("verify", str(run_dir), **PLUGIN).output
     unknown = launch("train", f"job_file={job}")
     assert (unknown.code, unknown.output.count("\n")) == (USER_ERROR, 1)
-    assert unknown.output.endswith("=convmixer is unknown here: is its plug-in installed?\n")
+    assert unknown.output.endswith("=convmixer is unknown here: install its plug-in\n")
 
 
 # --- what a user sees -----------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_a_plugin_that_cannot_be_imported_is_one_line_that_names_it(
     done = launch("--cfg", "job", DDP_TRAINER_PLUGINS="mine", PYTHONPATH=path)
     assert (done.code, done.output.count("\n")) == (USER_ERROR, 1)
     assert done.output.startswith(f"error: plug-in mine cannot be imported ({cause}")
-    assert done.output.endswith("correct or uninstall it, or take it out of DDP_TRAINER_PLUGINS\n")
+    assert done.output.endswith("correct or uninstall the plug-in, or remove it from DDP_TRAINER_PLUGINS\n")
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_name_is_a_word_and_registered_once() -> None:
 
     register_dataset("mine", MineConfig, builder="mine:build")
     register_dataset("mine", MineConfig, builder="mine:build_better")  # a module that is imported again
-    with pytest.raises(ValueError, match=r"^data=mine is already registered, by test_plugins$"):
+    with pytest.raises(ValueError, match=r"^data=mine is already registered by test_plugins: choose another name$"):
         register_dataset("mine", OtherConfig, builder="other:build")
     with pytest.raises(ValueError, match=r"^data=my data must consist of letters"):
         register_dataset("my data", make_dataclass("My", [("name", str, "my data")], bases=(DataConfig,)))
@@ -208,7 +208,7 @@ def test_a_name_is_a_word_and_registered_once() -> None:
         ([NAME], ModelConfig, "a:b:c", "the builder of model=mine must be a function or "),
         ([NAME], object, "a:b", "Mine must be a subclass of ModelConfig"),
         ([("width", int, 1)], ModelConfig, "a:b", "Mine must be a dataclass with the field name: str = 'mine'"),
-        ([NAME, ("kind", set, 0)], ModelConfig, "a:b", "Mine.kind is not a type that a config may have"),
+        ([NAME, ("kind", set, 0)], ModelConfig, "a:b", "Mine.kind has a type that configs do not support"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(fields: list[Any], base: type, builder: str, message: str) -> None:
@@ -254,7 +254,7 @@ FLOATS = [(image / 255, 0) for image in IMAGES]
         (GOOD, ImageTensors(IMAGES, LABELS[:5]), "eval labels must be int64 [6] and are torch.int64 [5]"),
         (ImageTensors(IMAGES, LABELS + 1), GOOD, "train labels must be 0 to 2 and are 1 to 3"),
         (GOOD, ImageTensors(IMAGES[:0], LABELS[:0]), "eval has no sample"),
-        (iter([]), GOOD, "train must be ImageTensors or a map-style data set, and has no length"),
+        (iter([]), GOOD, "train has no length: it must be ImageTensors or a map-style data set"),
         (GOOD, ImageTensors(IMAGES[..., :6], LABELS), "images must have one shape: train has (1, 8, 8) and eval (1, 8"),
         (FLOATS, GOOD, "sample 0 of list must be a uint8 tensor [C, H, W] or a PIL image and is torch.float32 [1, 8"),
     ],
@@ -279,7 +279,9 @@ def test_a_builder_that_returns_something_else_is_one_error(
     registry.register(group, "mine", schema, builder=lambda config, *args, **options: None)
     chosen: Any = {group: {"mine": schema()} if group == "logger" else schema()}
     config = Config(output_dir=str(tmp_path), **chosen)
-    message = f"^{group}=mine: the builder must return an object of {returns} and returns one of NoneType$"
+    message = (
+        f"^{group}=mine: the builder must return an object of type {returns}, and returned an object of type NoneType$"
+    )
     with pytest.raises(registry.PluginError, match=message):
         run(config)
     shutdown()

@@ -92,7 +92,7 @@ def from_builtins(tree: dict[str, Any]) -> Config:
     for key, section in sections.items():
         choice = registry.choices(key.partition(".")[0]).get(section.get("name"))
         if choice is None:
-            raise ConfigError(f"{key}.name={section.get('name')} is unknown here: is its plug-in installed?")
+            raise ConfigError(f"{key}.name={section.get('name')} is unknown here: install its plug-in")
         OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
     result = OmegaConf.to_object(OmegaConf.merge(config, tree))
     assert isinstance(result, Config)

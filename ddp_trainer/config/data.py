@@ -35,7 +35,8 @@ class AugmentConfig:
         """Check that this augmentation is possible for images of this shape; ConfigError if not."""
         require(
             channels in (1, 3) or not (self.rand_augment or self.color_jitter),
-            f"data.augment.rand_augment and color_jitter are for images of 1 or 3 channels and these have {channels}",
+            f"data.augment.rand_augment and color_jitter need images of 1 or 3 channels, and these have {channels}: "
+            "set both to 0",
         )
         require(
             self.random_crop_padding < min(height, width),
@@ -75,7 +76,7 @@ class DataConfig:
         check_values(self, "data.")
         require(
             len(self.mean) == len(self.std) > 0,
-            f"data.mean={self.mean} and data.std={self.std} must have one value per channel each",
+            f"data.mean={self.mean} and data.std={self.std} must each have one value per channel",
         )
         require(all(s >= 1e-6 for s in self.std), f"data.std={self.std} must be at least 1e-6 in every channel")
 
@@ -132,7 +133,7 @@ class SyntheticConfig(DataConfig):
         DataConfig.__post_init__(self)
         require(
             len(self.mean) == self.channels,
-            f"data.mean={self.mean} and data.std must have one value per channel, and data.channels={self.channels}",
+            f"data.mean={self.mean} and data.std must each have one value per channel: data.channels={self.channels}",
         )
         self.augment.check_images(self.channels, self.height, self.width)
 

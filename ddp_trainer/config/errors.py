@@ -63,7 +63,7 @@ def check_values(section: Any, prefix: str = "") -> None:
         for name, part in parts.items():
             if is_dataclass(part):
                 check_values(part, f"{key}.{name}.".replace("..", "."))
-            require(not isinstance(part, list), f"{key}={value} must be a list without lists")
+            require(not isinstance(part, list), f"{key}={value} must not contain lists")
             require(not isinstance(part, float) or math.isfinite(part), f"{key}={value} must be finite")
             require(not isinstance(part, int) or abs(part) < 2**63, f"{key}={value} must be below 2^63")
 

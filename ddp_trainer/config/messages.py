@@ -59,7 +59,7 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
         group, _, name = key.rpartition(".")
         require(name != "name" or group not in registry.GROUPS, f"{text} cannot be set: choose with {group}=…")
         is_list = get_origin(known.get(group, (None,))[0]) is list
-        require(not is_list or name.isdecimal(), f"{text} is unknown: {group} is a list, {group}=[…]")
+        require(not is_list or name.isdecimal(), f"{text} is unknown: {group} is a list, set with {group}=[…]")
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
@@ -108,7 +108,7 @@ def _quote(key: str | None, arguments: Sequence[str]) -> str:
 def choose(group: str) -> str:
     """Return the last part of a message about `group`: the valid choices."""
     if group == "experiment":
-        return "name a file of conf/experiment, or leave it out"
+        return "name a file of conf/experiment, or leave experiment out"
     return f"choose from {', '.join(sorted(registry.choices(group)))}"
 
 
@@ -152,7 +152,7 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     section = next((f"{group}={choice.name}" for choice in choices.values() if choice.schema is schema), group)
     if key in known and section != group:
         others = [other for other, choice in choices.items() if name in choice.schema.__dataclass_fields__]
-        return f"{text} does not go with {section}: it is a key of {group}={_listed(others)}"
+        return f"{text} does not belong to {section}: it is a key of {group}={_listed(others)}"
     siblings = sorted(field.name for field in fields(schema)) if is_dataclass(schema) else []
     near = [f"{group}.{other}".lstrip(".") for other in get_close_matches(name, siblings, cutoff=0.6 if group else 0.7)]
     near = near or [other for other in known if other.rpartition(".")[2] == name][:3]

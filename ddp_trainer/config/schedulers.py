@@ -50,7 +50,7 @@ class OneCycleConfig(SchedulerConfig):
     def __post_init__(self) -> None:
         require(
             self.warmup_epochs == 0,
-            f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle climbs by scheduler.rise instead",
+            f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle warms up during scheduler.rise instead",
         )
 
 

@@ -131,17 +131,17 @@ class Config:
             self.name not in ("", ".", "..") and "/" not in self.name and self.name.isprintable(),
             f"name={self.name!r} must be one plain name, without /: it is the run's folder in output_dir",
         )
-        require(self.output_dir != "", "output_dir= is empty: give a folder, . is this one")
+        require(self.output_dir != "", "output_dir= is empty: give a folder, for example . for the current one")
         expanded = os.path.expanduser(self.output_dir)
-        require(expanded[0] != "~", f"output_dir={self.output_dir} begins with ~ of a user who is unknown here")
+        require(expanded[0] != "~", f"output_dir={self.output_dir} begins with ~ of an unknown user: give a full path")
         chosen_by_key = {group: getattr(self, group) for group in registry.GROUPS if group != "logger"}
         chosen_by_key |= {f"logger.{name}": chosen for name, chosen in self.logger.items()}
         for key, chosen in chosen_by_key.items():
             choice = registry.find(key.partition(".")[0], type(chosen))
             require(
                 choice is not None and chosen.name == choice.name,
-                f"{key}={chosen.name} is not what {type(chosen).__name__} was registered as: register it, or leave "
-                "its name as it is",
+                f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is registered: register "
+                "the class, or do not change its field name",
             )
         self._check_together()
 
@@ -163,27 +163,27 @@ class Config:
         )
         require(
             self.backend is not Backend.nccl or self.device is not Device.cpu,
-            "backend=nccl is for GPUs and device=cpu: use backend=gloo, or device=cuda",
+            "backend=nccl needs GPUs and does not work with device=cpu: use backend=gloo, or device=cuda",
         )
         require(
             self.on_nonfinite is OnNonfinite.stop or self.optimizer.skips_nonfinite,
-            f"on_nonfinite=skip needs an optimizer that can leave out an update and optimizer={self.optimizer.name} "
+            f"on_nonfinite=skip needs an optimizer that can skip an update, and optimizer={self.optimizer.name} "
             "cannot: use optimizer=sgd or adamw, or on_nonfinite=stop",
         )
         require(
             self.ema.decay is None or sync.supports_ema,
             f"ema.decay={self.ema.decay} needs parameters that are equal on all ranks after each step, and "
-            f"sync={sync.name} does not keep them so: use sync=ddp, or ema.decay=null",
+            f"sync={sync.name} does not keep them equal: use sync=ddp, or ema.decay=null",
         )
         require(
             self.check.every_steps is None or sync.supports_check,
             f"check.every_steps={self.check.every_steps} compares the gradients of ranks, and sync={sync.name} has "
-            "several in one process: use sync=ddp, or check.every_steps=null",
+            "several replicas in one process: use sync=ddp, or check.every_steps=null",
         )
         require(
             self.precision is not Precision.fp16 or sync.supports_fp16,
-            f"precision=fp16 needs all gradients on every rank to scale the loss, and sync={sync.name} has only "
-            "its own there: use precision=bf16, or sync=ddp",
+            f"precision=fp16 needs all gradients on every rank to scale the loss, and with sync={sync.name} a rank has "
+            "only its own: use precision=bf16, or sync=ddp",
         )
         require(
             (self.precision is not Precision.bf16 or sync.supports_bf16)
@@ -201,7 +201,7 @@ class Config:
         require(
             self.global_batch_size >= world_size,
             f"global_batch_size={self.global_batch_size} must be at least the world size, {world_size}: "
-            "each rank needs a sample, so raise it or start fewer ranks",
+            "each rank needs a sample: raise global_batch_size, or start fewer ranks",
         )
         share = self.global_batch_size // world_size
         require(

@@ -40,7 +40,7 @@ class SyncConfig:
         """Check that the strategy can run on `world_size` ranks; ConfigError if it cannot."""
         require(
             world_size == 1 or not self.single_process,
-            f"sync={self.name} is for one process and there are {world_size} ranks: use sync=ddp, or start one "
+            f"sync={self.name} runs in one process only, and there are {world_size} ranks: use sync=ddp, or start one "
             f"process, python -m ddp_trainer sync={self.name}",
         )
 

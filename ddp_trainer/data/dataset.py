@@ -66,7 +66,7 @@ class Datasets:
         """Check the samples in memory, and the first sample of a streamed split; ValueError if one is not valid."""
         for name, split in (("train", self.train), ("eval", self.eval)):
             if not isinstance(split, Sized):
-                raise ValueError(f"{name} must be ImageTensors or a map-style data set, and has no length")
+                raise ValueError(f"{name} has no length: it must be ImageTensors or a map-style data set")
             if len(split) == 0:
                 raise ValueError(f"{name} has no sample")
             if isinstance(split, ImageTensors):
@@ -86,7 +86,7 @@ def build_datasets(config: DataConfig) -> Datasets:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        raise ConfigError(f"data={config.name} does not fit into the memory of this host") from error
+        raise ConfigError(f"data={config.name} does not fit into the memory of this host: use a larger host") from error
     try:
         datasets.check()
     except (RuntimeError, ValueError) as error:
@@ -96,8 +96,8 @@ def build_datasets(config: DataConfig) -> Datasets:
     channels, height, width = datasets.image_shape
     require(
         len(config.mean) in (1, channels),
-        f"data.mean={config.mean} must have one value per channel, or one for all, and so must data.std: "
-        f"the images of data={config.name} have {channels}",
+        f"data.mean={config.mean} and data.std must each have one value per channel, or one value for all: "
+        f"the number of channels of data={config.name} is {channels}",
     )
     config.augment.check_images(channels, height, width)
     return datasets
@@ -212,8 +212,8 @@ def hold_out(datasets: Datasets, fraction: float) -> Datasets:
         held += count
     require(
         held > 0,
-        f"data.validation_fraction={fraction} of {len(order)} training images holds none out: it needs a larger "
-        "fraction, and more than one image of a class",
+        f"data.validation_fraction={fraction} of {len(order)} training images holds out no image: raise "
+        "data.validation_fraction, and have more than one image in a class",
     )
 
     def select(ids: Tensor) -> Split:

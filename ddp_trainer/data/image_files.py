@@ -92,7 +92,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:
-            text = f"{self.path(index)} cannot be read: {error}; give this user the right, or remove it"
+            text = f"{self.path(index)} cannot be read: {error}; give this user the right, or remove the file"
             raise ConfigError(text) from error
         except BadImageError:
             raise

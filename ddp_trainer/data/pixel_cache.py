@@ -52,8 +52,8 @@ class PixelCache:
         lengths = sizes(self.records)
         self._ends = lengths.cumsum()
         is_whole = len(self.records) == count and (folder / PIXELS).stat().st_size == lengths.sum()
-        require(is_whole, f"the cache {folder} is damaged: remove it, and it is built again")
-        require(bool(lengths.any()), f"no image can be decoded: {folder / BAD} has the reasons")
+        require(is_whole, f"the cache {folder} is damaged: remove it, and the next run builds it again")
+        require(bool(lengths.any()), f"no image can be decoded: {folder / BAD} lists the reasons")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch cannot mark a tensor as read-only
             self.pixels = torch.from_numpy(np.memmap(folder / PIXELS, np.uint8, "r"))
@@ -100,7 +100,7 @@ def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_t
         return PixelCache(folder, count=count)
     except OSError as error:
         raise path_error(
-            error, f"data.cache=uint8 cannot use {folder}: {error.strerror}; choose data.cache_dir=…"
+            error, f"data.cache=uint8 cannot use {folder}: {error.strerror}; set data.cache_dir=… to another folder"
         ) from error
 
 
@@ -139,7 +139,7 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
         needed = written / max(1, done) * count
         raise ConfigError(
             f"data.cache=uint8 needs about {needed / 1e9:.1f} GB in {folder.parent}, and the disk is full after "
-            f"{written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another, or data.cache=none"
+            f"{written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another disk, or data.cache=none"
         ) from error
     os.rename(building, folder)
 

@@ -112,7 +112,7 @@ class SampleReader:
         image, label = read_sample(self.dataset, index, draws)
         if image.shape != self.image_shape:
             name, shape, first = sample_name(self.dataset, index), list(image.shape), list(self.image_shape)
-            raise ValueError(f"{name} has the shape {shape} and the first one {first}: all images must have the same")
+            raise ValueError(f"{name} has the shape {shape}, the first image {first}: all must have the same shape")
         if not 0 <= label < self.num_classes:
             name = sample_name(self.dataset, index)
             raise ValueError(f"{name} has the label {label}: labels must be 0 to {self.num_classes - 1}")

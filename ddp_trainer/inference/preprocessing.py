@@ -54,4 +54,4 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
         return (image * weights).sum(0, keepdim=True).round().to(torch.uint8)
     if image.shape[0] == 1:
         return image.expand(channels, -1, -1)
-    raise ValueError(f"the image has {image.shape[0]} channels and the model expects {channels}")
+    raise ValueError(f"the image has {image.shape[0]} channels, and the model expects {channels}: convert the image")

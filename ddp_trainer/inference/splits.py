@@ -38,7 +38,7 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
     name = name or SplitName[config.eval_split]
     require(
         name is not SplitName.validation or config.validation_fraction > 0,
-        f"split=validation is not there: {trained.run_dir} held out no images; choose test or train",
+        f"split=validation does not exist: {trained.run_dir} held out no images; choose test or train",
     )
     if is_other_folder and isinstance(config, ImageFolderConfig) and name is SplitName.test:
         images = open_folder(config, trained.class_names)

@@ -88,7 +88,7 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
         )
         require(
             key in free,
-            f"{word} would change what was trained: leave it out; others can be set, such as data.root and device",
+            f"{word} would change what was trained: leave it out; keys such as data.root and device can be set",
         )
         OmegaConf.update(tree, key, text if key in TEXTS else OmegaConf.from_dotlist([f"value={text}"])["value"])
     result: Any = OmegaConf.to_container(tree)
@@ -107,8 +107,8 @@ def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
     choices = {LAST: [path for paths in files.values() for path in paths], **files} if steps else {}
     if (folder / "best.pt").exists():
         choices = {BEST: [folder / "best.pt"], **choices}
-    fix = f"choose from {', '.join(choices)}" if choices else "the run has saved none yet"
-    reason = "is not there"
+    fix = f"choose from {', '.join(choices)}" if choices else "the run has not saved a checkpoint yet"
+    reason = "does not exist"
     for path in choices.get(checkpoint, []):
         try:
             return path, read_state(path)

@@ -69,9 +69,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if isinstance(state, dict) and isinstance(state.get(section), dict):
             state = state[section]
     is_state = isinstance(state, dict) and bool(state) and all(torch.is_tensor(value) for value in state.values())
-    require(
-        is_state, f"model.weights={path} has no weights: it must be tensors by name, and nothing else, as a state_dict"
-    )
+    require(is_state, f"model.weights={path} has no weights: it must be a dict of tensors by name, like a state_dict")
     return state
 
 

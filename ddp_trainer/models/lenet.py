@@ -19,7 +19,7 @@ class LeNet(nn.Sequential):
         rows, columns = (((side + 2 * padding - 2) // 2 - 4) // 2 for side in (height, width))
         require(
             rows > 0 and columns > 0,
-            f"model=lenet needs images of at least 8×8 pixels and these have {height}×{width}: use model=resnet18",
+            f"model=lenet needs images of at least 8×8 pixels, and these have {height}×{width}: use model=resnet18",
         )
         super().__init__(
             nn.Conv2d(channels, 20, kernel_size=3, padding=padding),

@@ -92,7 +92,7 @@ class Evaluation:
         pictured = set(choose(shown, max_thumbnails))
         mistakes = [self.encode_mistake(mistake, place in pictured) for place, mistake in enumerate(shown)]
         if self.pictures.problems:
-            self.files.problems.append(f"pictures of mistakes cannot be used: {len(self.pictures.problems)}.")
+            self.files.problems.append(f"pictures of mistakes that cannot be used: {len(self.pictures.problems)}.")
         names = ("step", "epoch", "loss", "top1", "top5", "count", "calibration_error")
         return {
             **{name: text(self.metrics.get(name)) for name in ("checkpoint", "split")},

@@ -23,7 +23,7 @@ class DataParallelSync(GradientSync):
         super().__init__(config, world)
         require(
             world.device.type == "cuda",
-            "sync=data_parallel is for one process with GPUs and this one trains on the CPU: "
+            "sync=data_parallel is for one process with GPUs, and this process trains on the CPU: "
             "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one process",
         )
 

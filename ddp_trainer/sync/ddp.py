@@ -37,7 +37,7 @@ class DDPSync(GradientSync):
         """Raises ConfigError if torch's PowerSGD would wait for a GPU that this rank does not use."""
         require(
             config.comm_hook is not CommHook.powersgd or world.device.type == "cuda" or not torch.cuda.is_available(),
-            "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set CUDA_VISIBLE_DEVICES to nothing",
+            "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set CUDA_VISIBLE_DEVICES= (empty)",
         )
         super().__init__(config, world)
         self.group = group

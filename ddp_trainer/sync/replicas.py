@@ -65,7 +65,7 @@ class ReplicasSync(GradientSync):
         for device in self.devices:
             require(
                 device.type == "cpu" or (device.index is not None and device.index < gpus),
-                f"sync.devices={config.devices}: {device} is not one of the {gpus} GPUs here",
+                f"sync.devices={config.devices}: {device} is not one of the {gpus} GPUs of this host",
             )
         require(
             self.devices[0] == world.device,

@@ -134,7 +134,7 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
     changed = next((tmp_path / "images/val/digit 1").iterdir())
     changed.rename(changed.with_stem("renamed"))
     done = succeed("evaluate", str(tmp_path / "run"), "checkpoint=last")
-    assert done.output.count("the images are not those that the training had") == 1
+    assert done.output.count("the images differ from those of the training") == 1
     (other / "digit 3").rename(other / "cow")
     done = launch("evaluate", str(tmp_path / "run"), f"data.root={other}")
     assert done.code == 2
@@ -153,9 +153,9 @@ def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path:
 WRONG = {
     "evaluate takes one run directory": [],
     "{folder}/missing is not a run directory": ["{folder}/missing"],
-    "checkpoint=7 of {run} is not there: choose from best, last, 20, ": ["{run}", "checkpoint=7"],
+    "checkpoint=7 of {run} does not exist: choose from best, last, 20, ": ["{run}", "checkpoint=7"],
     "split=valid must be one of test, validation, train": ["{run}", "split=valid"],
-    "split=validation is not there: {run} held out no images": ["{run}", "split=validation"],
+    "split=validation does not exist: {run} held out no images": ["{run}", "split=validation"],
     "optimizer.lr=1 would change what was trained": ["{run}", "optimizer.lr=1"],
     "eval_batch=3 is unknown: did you mean eval_batch_size": ["{run}", "eval_batch=3"],
     "eval_batch_size=0 must be greater than 0": ["{run}", "eval_batch_size=0"],
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
     for content, expected in [
         (old, f"{of_earlier} and lacks preprocessing, data_fingerprint"),
         (renamed, f"{of_earlier}, whose config this one cannot read"),
-        (unknown, "model.name=mine is unknown here: is its plug-in installed?"),
+        (unknown, "model.name=mine is unknown here: install its plug-in"),
     ]:
         write_file(path, content)
         with pytest.raises(SystemExit) as ended:

@@ -106,7 +106,9 @@ def test_the_preprocessing_may_be_outside(lenet_run: Path) -> None:
     expected = ddp_trainer.load(lenet_run, checkpoint="2").probabilities(images)
     with torch.no_grad():
         torch.testing.assert_close(model((images / 255 - 0.286) / 0.353), expected, rtol=0, atol=1e-6)
-    assert "pixels / 255, less the mean [0.286], divided by [0.353]" in (lenet_run / "export/model_card.md").read_text()
+    assert (
+        "pixels / 255, minus the mean [0.286], divided by [0.353]" in (lenet_run / "export/model_card.md").read_text()
+    )
 
 
 def test_a_file_that_differs_is_not_kept(lenet_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_the_configured_mean_and_deviation_are_those_of_the_training_images(name
 
 
 def test_images_that_the_config_does_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.mean=\[0, 0, 0\] must have one value per channel"):
+    with pytest.raises(ConfigError, match=r"data\.mean=\[0, 0, 0\] and data.std must each have one value per channel"):
         build_resident(digits(mean=[0, 0, 0], std=[1, 1, 1]))
     with pytest.raises(ConfigError, match=r"random_crop_padding=8 must be smaller than the images of 8×8 pixels"):
         build_resident(digits(augment=AugmentConfig(random_crop_padding=8)))
@@ -280,7 +280,7 @@ def test_a_download_that_fails_is_an_error_that_names_three_ways(
         gc.collect()  # urllib leaves the connection of an HTTP error to the garbage collector
     assert message.startswith("data=fashion_mnist is missing and the download failed. Three ways: set data.root to a ")
     assert "install Debian's dataset-fashion-mnist" in message
-    assert f"the download into {bare_machine / 'fashion_mnist'} failed: " in message
+    assert f"the failed download into {bare_machine / 'fashion_mnist'}: " in message
     assert reason in message
     assert len(message.splitlines()) == 1
     assert [path.name for path in bare_machine.iterdir()] == ["fashion_mnist.lock"], "half a download was left"

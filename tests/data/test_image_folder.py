@@ -87,17 +87,17 @@ WRONG: dict[str, Callable[[Path], Any]] = {
         root / "train"
     ).parent.rename(root / "../elsewhere"),
     "data.root={root} has no folder train": lambda root: (root / "train").rename(root / "training"),
-    "data.root={root} has no folder val, validation, valid, test: make one": lambda root: (root / "val").rename(
-        root / "evaluation"
-    ),
-    "{root}/train/dog has no image: add some, or remove it": lambda root: empty(root / "train/dog"),
+    "data.root={root} has none of the folders val, validation, valid, test: make one": lambda root: (
+        root / "val"
+    ).rename(root / "evaluation"),
+    "{root}/train/dog has no image: fill or remove the folder": lambda root: empty(root / "train/dog"),
     "{root}/val has the class 'fox', which the training images do not have: remove it": lambda root: (
         root / "val/fox"
     ).mkdir(),
-    "{root}/train must have a folder for each of at least 2 classes": lambda root: (root / "train/dog").rename(
-        root / "x"
-    ),
-    "{root}/val has no images: files that end in ": lambda root: [
+    "{root}/train must have at least 2 folders, one for each class, and has 1": lambda root: (
+        root / "train/dog"
+    ).rename(root / "x"),
+    "{root}/val has no images: add files that end in ": lambda root: [
         empty(root / "val" / name) for name in ("cat", "dog")
     ],
 }

@@ -126,7 +126,7 @@ def test_no_good_image_at_all_is_one_error(tmp_path: Path) -> None:
     def bad(index: int) -> Tensor:
         raise BadImageError("bad")
 
-    with pytest.raises(ConfigError, match=r"^no image can be decoded: .*/cache/bad\.jsonl has the reasons$"):
+    with pytest.raises(ConfigError, match=r"^no image can be decoded: .*/cache/bad\.jsonl lists the reasons$"):
         open_pictures(tmp_path / "cache", bad)
 
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_one_error_and_is_left_as_it_was(small_disk: Path) -> Non
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^data\.cache=uint8 cannot use .*/file/cache: .*; choose data\.cache_dir="):
+    with pytest.raises(ConfigError, match=r"^data\.cache=uint8 cannot use .*/file/cache: .*; set data\.cache_dir="):
         open_pictures(tmp_path / "file" / "cache")
 
 
@@ -234,7 +234,8 @@ def test_a_file_that_may_not_be_read_ends_the_build_and_is_not_kept_as_a_bad_ima
 
     monkeypatch.setattr(np, "fromfile", refused)
     with pytest.raises(
-        ConfigError, match=r"dog/2\.png cannot be read: Permission denied; give this user the right, or remove it$"
+        ConfigError,
+        match=r"dog/2\.png cannot be read: Permission denied; give this user the right, or remove the file$",
     ):
         cached(root, tmp_path / "cache")
     monkeypatch.undo()

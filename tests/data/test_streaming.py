@@ -141,7 +141,7 @@ PIXELS = torch.zeros(2, 5, 7, dtype=torch.uint8)
         ((PIXELS, None), "sample 11 of Changed cannot be read: TypeError: "),
         ((PIXELS.float(), 3), r"sample 11 of Changed must be a uint8 tensor \[C, H, W\] or a PIL image and is "
                               r"torch.float32 \[2, 5, 7\]"),
-        ((PIXELS[:, :4], 3), r"sample 11 of Changed has the shape \[2, 4, 7\] and the first one \[2, 5, 7\]"),
+        ((PIXELS[:, :4], 3), r"sample 11 of Changed has the shape \[2, 4, 7\], the first image \[2, 5, 7\]"),
         ((PIXELS, 10), "sample 11 of Changed has the label 10: labels must be 0 to 9"),
         ((PIXELS, -1), "sample 11 of Changed has the label -1: labels must be 0 to 9"),
     ],

@@ -49,7 +49,7 @@ def test_lenet_takes_any_channels_and_sizes_from_8(shape: tuple[int, int, int]) 
 
 
 def test_lenet_refuses_images_under_8_pixels() -> None:
-    with pytest.raises(ConfigError, match="at least 8×8 pixels and these have 7×9"):
+    with pytest.raises(ConfigError, match="at least 8×8 pixels, and these have 7×9"):
         lenet(shape=(1, 7, 9))
 
 

@@ -418,7 +418,7 @@ def test_pictures_outside_of_the_folder_are_not_read(run_dir: Path) -> None:
     [evaluation] = data_of(page)["evaluations"]
     assert len(evaluation["mistakes"]) == len(names) + 1
     assert [place for place, row in enumerate(evaluation["mistakes"]) if row[5]] == [0]
-    assert "pictures of mistakes cannot be used: " in page
+    assert "pictures of mistakes that cannot be used: " in page
 
 
 def test_a_file_system_that_does_not_answer_is_an_error_and_a_forbidden_file_a_note(

@@ -178,8 +178,8 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "ranks", "message"),
     [
-        ("sync=replicas", 2, "sync=replicas is for one process and there are 2 ranks: use sync=ddp"),
-        ("sync=data_parallel", 2, "sync=data_parallel is for one process and there are 2 ranks"),
+        ("sync=replicas", 2, "sync=replicas runs in one process only, and there are 2 ranks: use sync=ddp"),
+        ("sync=data_parallel", 2, "sync=data_parallel runs in one process only, and there are 2 ranks"),
         ("sync=parameter_server sync.num_servers=3", 2, "sync.num_servers=3 must be at most the world size"),
         ("sync=parameter_server precision=fp16", 2, "precision=fp16 needs all gradients"),
         ("sync=local_sgd precision=fp16", 1, "precision=fp16 needs all gradients"),

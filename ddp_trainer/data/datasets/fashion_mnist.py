@@ -36,7 +36,7 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
         datasets.check()
         return datasets
     except ValueError as error:  # a ConfigError is a ValueError
-        fix = "put the right files there" if config.root else "remove the folder, or set data.root to another"
+        fix = "put the right files there" if config.root else "remove the folder, or set data.root to another folder"
         raise ConfigError(f"data.root={config.root or 'null'}: {error}; {fix}") from error
 
 
@@ -60,7 +60,7 @@ def locate(data_root: str | None) -> Path:
         raise ConfigError(
             "data=fashion_mnist is missing and the download failed. Three ways: set data.root to a folder with the "
             f"four IDX files; install Debian's dataset-fashion-mnist, which puts them into {DEBIAN_FOLDER}; "
-            f"or see why the download into {cache} failed: {' '.join(str(error).split())}"
+            f"or correct the cause of the failed download into {cache}: {' '.join(str(error).split())}"
         ) from error
     return cache
 
@@ -70,7 +70,7 @@ def download(folder: Path) -> None:
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    holder = f"{folder} has been downloaded by another process for {LOCK_SECONDS:.0f} s: is it still alive?"
+    holder = f"another process has been downloading {folder} for {LOCK_SECONDS:.0f} s: is it still running?"
     with lock_file(folder.parent / f"{folder.name}.lock", seconds=LOCK_SECONDS, holder=holder):
         if folder.is_dir():
             return

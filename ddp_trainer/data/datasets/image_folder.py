@@ -21,9 +21,9 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
     cache_dir = cache_folder(config)
     train = load_index(train_folder, cache_dir)
     count = len(train.class_names)
-    require(count > 1, f"{train_folder} must have a folder for each of at least 2 classes and has {count}")
+    require(count > 1, f"{train_folder} must have at least 2 folders, one for each class, and has {count}")
     for name, images in zip(train.class_names, train.counts.tolist(), strict=True):
-        require(images > 0, f"{train_folder / name} has no image: add some, or remove it; images are {IMAGE_FILES}")
+        require(images > 0, f"{train_folder / name} has no image: fill or remove the folder; images are {IMAGE_FILES}")
     evaluation = None if eval_folder is None else load_index(eval_folder, cache_dir)
     if evaluation is not None:
         check_evaluation(evaluation, train.class_names)
@@ -67,7 +67,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
         require(
             is_split,
             f"data.root={root} has no folder train: make {root}/train/<class> and {root}/val/<class>, or split the "
-            "folders that are there with data.validation_fraction=0.2",
+            "existing class folders with data.validation_fraction=0.2",
         )
         return root, None
     if is_split:
@@ -75,7 +75,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
     evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
     require(
         evaluation is not None,
-        f"data.root={root} has no folder {', '.join(EVALUATION_FOLDERS)}: make one, or set "
+        f"data.root={root} has none of the folders {', '.join(EVALUATION_FOLDERS)}: make one, or set "
         "data.validation_fraction=0.2",
     )
     return root / "train", evaluation
@@ -87,6 +87,6 @@ def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
     require(
         not unknown,
         f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not have: remove it, or "
-        "add images of it to those",
+        "add images of this class to the training images",
     )
-    require(len(files) > 0, f"{files.root} has no images: {IMAGE_FILES}")
+    require(len(files) > 0, f"{files.root} has no images: add {IMAGE_FILES}")

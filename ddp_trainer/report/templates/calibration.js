@@ -8,12 +8,12 @@ function calibrationPart(evaluation) {
   if (!bins.some(([, , count]) => count)) return [title, empty("metrics.json has no calibration.")];
   return [title,
     muted(`Expected calibration error ${formatShare(error)}. Bars show the accuracy of the images in a bin of`,
-      " confidence, and the orange part the difference to their mean confidence. The dashed line is a perfect",
+      " confidence, and the orange part shows the difference to their mean confidence. The dashed line is a perfect",
       " calibration."),
     reliabilityDiagram(bins, error), calibrationTable(bins)];
 }
 
-/** Returns the diagram. bins: confidence, accuracy and count of each. */
+/** Returns the diagram. bins: confidence, accuracy and count of each bin. */
 function reliabilityDiagram(bins, error) {
   const { side, left, top, gap, low } = DIAGRAM;
   const base = top + side + gap + low;
