@@ -172,7 +172,7 @@ def test_torchruns_variables_give_the_place_among_the_ranks() -> None:
 @pytest.mark.parametrize("missing", TORCHRUN)
 def test_a_launchers_variable_that_is_missing_is_named(missing: str) -> None:
     variables = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(ConfigError, match=rf"=\d is set and {missing} not: start with torchrun"):
+    with pytest.raises(ConfigError, match=rf"=\d is set without {missing}: start with torchrun"):
         read_environment(variables)
 
 
@@ -185,7 +185,7 @@ def test_a_launchers_variable_that_makes_no_sense_is_named(name: str, value: str
 def test_half_of_a_launchers_variables_is_one_error(without_torch: dict[str, Any]) -> None:
     done = launch("model=lenet", RANK="1", **without_torch)
     assert (done.code, done.output.count("\n")) == (2, 1)
-    assert done.output.startswith("error: RANK=1 is set and WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT")
+    assert done.output.startswith("error: RANK=1 is set without WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT")
 
 
 # --- what needs the number of ranks, the data or the directory ----------------------------------
@@ -230,7 +230,7 @@ def test_all_ranks_refuse_and_rank_0_prints_why(tmp_path: Path) -> None:
         ("device=cuda",): "device=cuda needs a GPU and none is visible: ",
         ("data.height=4",): "model=lenet needs images of at least 8×8 pixels",
         ("resume=must",): "resume=must needs a checkpoint and ",
-        ("model=resnet18", "model.stem=imagenet", "global_batch_size=3"): "global_batch_size=3 gives a rank one image ",
+        ("model=resnet18", "model.stem=imagenet", "global_batch_size=3"): "global_batch_size=3 leaves a rank only one ",
         (f"output_dir={tmp_path}/file",): f"output_dir={tmp_path}/file must be a folder that can be written: there is ",
     }
     errors = refused_on_two_ranks(*((*TINY, f"output_dir={tmp_path}", *overrides) for overrides in expected))

@@ -1,5 +1,5 @@
-"""One checkpoint file: what ``torch.save`` writes (read it with ``torch.load(path, weights_only=True)``), then `MAGIC`
-and the SHA-256 of all that precedes it, which reveals truncation and any flipped bit."""
+"""A checkpoint file: the output of ``torch.save`` (read it with ``torch.load(path, weights_only=True)``), then `MAGIC`
+and the SHA-256 of that output, which reveals truncation and any flipped bit."""
 
 import hashlib
 import io
@@ -27,14 +27,14 @@ State = dict[str, Any]
 
 
 class DamagedCheckpointError(Exception):
-    """The file is not what was written; the message says how."""
+    """The file is not a complete, unchanged checkpoint; the message gives the reason."""
 
 
 def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
-    """Write `state` to `path`, and to `also`, so that at any moment the old file or the new one is there, complete.
+    """Write `state` to `path`, and to `also`. At any moment, each of them is the complete old or the complete new file.
 
-    `also` is replaced first: a kill between the two loses neither, because the step is then repeated.
-    OSError if the disk is full, read-only or over its quota; `path` is then as it was.
+    `also` is replaced first: if the process is killed between the two, the step is repeated and both are written again.
+    OSError if the disk is full, read-only or over its quota; `path` is then unchanged.
     """
     try:
         with replace_file(path) as file:
@@ -47,7 +47,7 @@ def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
                 try_link(Path(file.name), also)
         directory = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(directory)  # a rename is durable only then
+            os.fsync(directory)  # a rename is durable only after this
         finally:
             os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
@@ -55,7 +55,7 @@ def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
 
 
 def try_link(source: Path, path: Path) -> None:
-    """Make `path` a hard link to `source`, or a copy without hard links; a failure is a warning."""
+    """Make `path` a hard link to `source`, or a copy if the file system has no hard links; a failure logs a warning."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.unlink(missing_ok=True)
@@ -70,10 +70,10 @@ def try_link(source: Path, path: Path) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Return the state in the checkpoint file `path`, read so that memory holds it once.
+    """Return the state in the checkpoint file `path`. Memory never holds it twice.
 
     Raises:
-        DamagedCheckpointError: its checksum does not match, or it is not builtins and tensors, so that nothing can run.
+        DamagedCheckpointError: the checksum does not match, or an object is no builtin or tensor (it could run code).
     """
     try:
         with path.open("rb") as file:
@@ -81,21 +81,21 @@ def read_state(path: Path) -> State:
             file.seek(max(0, size - TRAILER_BYTES))
             trailer = file.read()
             if trailer[:-32] != MAGIC:
-                what = "truncated, or not written by ddp_trainer"
+                what = "the file is truncated, or was not written by ddp_trainer"
                 raise DamagedCheckpointError(f"does not end with a checksum ({size} bytes): {what}")
             file.seek(0)
             digest, end = hashlib.sha256(), size - TRAILER_BYTES
             for start in range(0, end, CHUNK_BYTES):
                 digest.update(file.read(min(CHUNK_BYTES, end - start)))
             if digest.digest() != trailer[-32:]:
-                raise DamagedCheckpointError("does not match its checksum: altered after it was written")
+                raise DamagedCheckpointError("does not match its checksum: the file was altered after it was written")
             return parse(file)
     except OSError as error:
         raise DamagedCheckpointError(f"cannot be read ({error})") from error
 
 
 def parse(file: BinaryIO) -> State:
-    """Return the state in `file`; DamagedCheckpointError unless it is one of builtins and tensors."""
+    """Return the state in `file`; DamagedCheckpointError unless it is a state of builtins and tensors."""
     file.seek(0)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -107,7 +107,7 @@ def parse(file: BinaryIO) -> State:
 
 
 def broadcast_state(state: State, world: World) -> State:
-    """Return rank 0's `state`, sent tensor by tensor so that no rank holds it twice; empty if it is empty.
+    """Return rank 0's `state`, which may be empty. It is sent tensor by tensor, so that no rank holds it twice.
 
     Tensors arrive contiguous, on the CPU. Collective: every rank must call this.
     """

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: writes them in the background, finds the newest good one, deletes old ones."""
+"""The checkpoints of one run: written in the background; the newest good one is restored, and old ones are deleted."""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,8 +47,8 @@ class CheckpointStore:
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; False if there is none.
 
-        ConfigError if all are damaged, or if this one holds something else than the state of such a `target`. Rank 0
-        reads it and every rank gets the same state. Collective: every rank must call this.
+        ConfigError if all checkpoints are damaged, or if the newest good one has another state than `target` needs.
+        Rank 0 reads the file, and every rank gets the same state. Collective: every rank must call this.
         """
         state = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else dict)
         if state := broadcast_state(state, self.world):
@@ -60,28 +60,28 @@ class CheckpointStore:
                 text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 raise ConfigError(
                     f"{self.last_good} holds something else than the state of this run ({text}): remove it, and the "
-                    "one before it is used"
+                    "next launch uses the checkpoint before it"
                 ) from error
         return bool(state)
 
     def _read_newest(self) -> State:
-        """Return the state in the newest good checkpoint, empty if there is none; rename damaged ones before it."""
+        """Return the state in the newest good checkpoint, {} if there is none; rename the damaged newer ones."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
                 state = read_state(path)
             except DamagedCheckpointError as error:
-                logger.warning("checkpoint %s %s: trying the one before it", path, error)
+                logger.warning("checkpoint %s %s: trying the checkpoint before it", path, error)
                 continue
             logger.info("resumed from %s (epoch %d, step %d)", path, state["epoch"], state["step"])
-            for damaged in paths[:number]:  # retention would keep them in place of good ones
+            for damaged in paths[:number]:  # else keep_last would count them, and delete good ones
                 with suppress(OSError):
                     damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
             self.last_good = path
             return state
         if paths:
             raise ConfigError(
-                f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good one there, "
+                f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good checkpoint there, "
                 "or set resume=never to start from step 0 (the old directory is renamed)"
             )
         return {}

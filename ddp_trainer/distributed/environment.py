@@ -42,11 +42,11 @@ class Environment:
     master_port: int = 29500
     under_torchrun: bool = False
     has_agent_store: bool = False
-    """torchrun's own process has the store of the rendezvous, so that a rank can connect at any time."""
+    """Whether torchrun's own process has the rendezvous store, so that a rank can connect to it at any time."""
     is_restart: bool = False
-    """This launch has started this rank before: torchrun restarted it, or SLURM requeued the job."""
+    """Whether this rank was started before in this launch: torchrun restarted it, or SLURM requeued the job."""
     node: str = field(default_factory=socket.gethostname)
-    """The name of this node, as SLURM calls it where there is SLURM."""
+    """The name of this node: under SLURM the name that SLURM uses, else the host name."""
     error_file: str | None = None
     """The file from which torchrun reads the cause of a failure."""
     stop_file: Path | None = None
@@ -57,14 +57,14 @@ class Environment:
     """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
     def record_start(self) -> None:
-        """Record this start for `is_restart` of later ones: torchrun does not count those that take in another node."""
+        """Record this start for `is_restart` of later starts; torchrun does not count a restart that adds a node."""
         if marker := _start_marker(self.error_file):
             with suppress(OSError):  # a full disk must not end a start
                 marker.write_text(str(os.getpid()))
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return the `Environment` of this process, single if there are no variables of torchrun; ConfigError if bad."""
+    """Return the `Environment` from torchrun's variables, or for a single process; ConfigError if they are wrong."""
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     marker = _start_marker(error_file)
     was_started = marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
@@ -80,7 +80,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     if not present:
         return Environment(**fields)
     if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
-        raise ConfigError(f"{present[0]}={variables[present[0]]} is set and {', '.join(missing)} not: {FIX}")
+        raise ConfigError(f"{present[0]}={variables[present[0]]} is set without {', '.join(missing)}: {FIX}")
     fields |= {name.lower(): _count(name, variables) for name in COUNTS}
     env = Environment(**fields, master_addr=variables["MASTER_ADDR"], under_torchrun=True, error_file=error_file)
     require(env.rank < env.world_size, f"RANK={env.rank} must be less than WORLD_SIZE={env.world_size}: {FIX}")
@@ -111,27 +111,27 @@ def _start_marker(error_file: str | None) -> Path | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions that all ranks must share, without importing torch; ConfigError if one is not installed."""
+    """Return the versions that must be equal on all ranks. Imports no torch; ConfigError if one is not installed."""
     versions = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "torchvision"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
-            fix = "make .venv/installed, or set PYTHON"
+            fix = "run 'make .venv/installed', or set PYTHON to a Python that has it"
             raise ConfigError(f"{package} is not installed in {sys.prefix}: {fix}") from None
-    for decoder in ("torchcodec", "pillow"):  # another one decodes a pixel differently
+    for decoder in ("torchcodec", "pillow"):  # other versions may decode pixels differently
         with suppress(PackageNotFoundError):
             versions[decoder] = version(decoder)
     return versions
 
 
 def plugin_modules(variables: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the modules in DDP_TRAINER_PLUGINS, which is a list with commas."""
+    """Return the names of the modules in DDP_TRAINER_PLUGINS, a list separated by commas."""
     return [name.strip() for name in variables.get("DDP_TRAINER_PLUGINS", "").split(",") if name.strip()]
 
 
 def user_cache(variables: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for what this user's runs can make again."""
+    """Return this user's cache folder, for files that a run can make again."""
     return Path(os.path.expanduser(variables.get("XDG_CACHE_HOME") or "~/.cache")) / "ddp_trainer"
 
 
@@ -157,7 +157,7 @@ def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
-    """Let Linux kill this process when torchrun ends, which after a signal may leave ranks that are still starting."""
+    """Let Linux kill this process when torchrun ends, because after a signal torchrun may not end a starting rank."""
     if "TORCHELASTIC_RUN_ID" in variables and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -168,7 +168,7 @@ def set_interface(environment: Environment, variables: MutableMapping[str, str] 
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not is_one_node:
-            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, the beginning of a name
+            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, NCCL matches name prefixes
 
 
 def interface_towards(host: str) -> str | None:

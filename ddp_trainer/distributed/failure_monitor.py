@@ -38,16 +38,16 @@ MIN_SILENCE_SECONDS = 5 * HEARTBEAT_SECONDS
 STILL_SHARE = 0.8
 """A rank that computes may stay in one phase for this share of the time limit of collectives."""
 COMPILATION, END = "compilation", "end"
-"""The phases that may take any time: torch.compile waits for compilers, and the end of a run for files and loggers."""
+"""The phases that may take any time: torch.compile waits for compilers, an ending run for files and loggers."""
 MAX_GROUPS = 12
-"""Lines about where ranks are, in a report on the console."""
+"""The largest number of lines about the positions of ranks in a report on the console."""
 GRACE_SECONDS = 5.0
 """How long a rank that is not the root cause waits to be ended by the launcher."""
 WRITE_SECONDS = 2.0
 """How long `on_failure` may take."""
 LOST_PEER = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Timed out", "NCCL")
 """Parts of the message of a collective that fails because of another rank."""
-LOST = "was lost (killed, perhaps by the kernel for want of memory), last seen in"
+LOST = "was lost (killed, perhaps by the kernel because memory was full), last seen in"
 
 
 class FailureMonitor:
@@ -61,7 +61,7 @@ class FailureMonitor:
     ) -> None:
         self._phase, self.step = "start", 0
         self.on_failure: Callable[[], None] = lambda: None
-        """Called once on each rank that can, before the job ends with a failure; from either thread."""
+        """Called once, from either thread, on each rank that is still able to, before the job ends with a failure."""
         self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
         self._world, self._environment, self._stop, self._run_dir = world, environment, stop, run_dir
         self._max_silence = max(timeout_seconds / 2, MIN_SILENCE_SECONDS)
@@ -110,7 +110,7 @@ class FailureMonitor:
         self._done.set()
         self._thread.join()
         with suppress(dist.DistError):
-            self._store.delete_key(f"status/{self._world.rank}")  # from here on silence is no failure
+            self._store.delete_key(f"status/{self._world.rank}")  # from now on silence is no failure
         self._stacks.file.close()
         self._remove_error_file()
 
@@ -143,7 +143,7 @@ class FailureMonitor:
                 if self._stacks.file.has_grown():  # by SIGQUIT
                     self._show_stacks()
             except dist.DistError:
-                continue  # the store ends together with torchrun, for which the loop checks
+                continue  # the store ends together with torchrun, and the loop checks for torchrun's end
 
     def _publish(self) -> None:
         """Publish the status, and write the error file in advance."""
@@ -164,12 +164,12 @@ class FailureMonitor:
         return RankStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _statuses_of_others(self) -> list[RankStatus]:
-        """Return the status of the other ranks; of those that have sent none, or have left this context, nothing."""
+        """Return the status of each other rank, except ranks that have sent none or have left this context."""
         others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
         return [status for status in others if status is not None]
 
     def _is_hung(self) -> bool:
-        """Return whether the job hangs: this rank does nothing, and it either waits for no other or for all others."""
+        """Return whether the job hangs: this idle rank waits for no other rank, or no other rank makes progress."""
         if self.phase in (COMPILATION, END):
             return False
         return not with_stack(self._own_status()).is_waiting or all(
@@ -178,15 +178,15 @@ class FailureMonitor:
         )
 
     def _end_job(self, failure: str, rank: int | None = None) -> NoReturn:
-        """Report a hang, by `rank` or, if None, by the rank that the others wait for, and end this process."""
+        """Report a hang, caused by `rank` or, if None, by the rank that the others wait for; end this process."""
         since = time.time() - self._max_silence
         self._failing()
         stacks = self._stacks.ask(wake=True)
-        if stacks is None:  # another rank reports it, and this one finds the root cause
+        if stacks is None:  # another rank reports the hang, and the launcher then ends this rank
             self._done.wait(2 * GRACE_SECONDS)
             self._exit(1)
         absent = [stacks[rank]] if rank is not None else absent_ranks(stacks)
-        all_wait = f"all {len(stacks)} ranks wait for each other: {failure}; check the network"
+        all_wait = f"all {len(stacks)} ranks wait for each other, and one {failure}: check the network"
         first = absent[0].line(f"{failure}, in") if absent else all_wait
         lines = [first, *grouped_lines(stacks)[:MAX_GROUPS]]
         if self._claim(lines):
@@ -204,7 +204,7 @@ class FailureMonitor:
                 print(*lines[:MAX_GROUPS], f"stacks: {path}", sep="\n", file=sys.stderr, flush=True)
 
     def _write(self, name: str, text: str) -> str:
-        """Write a file in the run directory, and return its path, or why it could not be written."""
+        """Write a file in the run directory. Return its path, or if it could not be written the reason."""
         path = self._run_dir / name
         try:
             replace_text(path, text.rstrip() + "\n")
@@ -213,7 +213,7 @@ class FailureMonitor:
         return str(path)
 
     def _failing(self) -> None:
-        """Call `on_failure`, unless it has been called; a file system that does not answer must not keep this rank."""
+        """Call `on_failure` unless it was called, and wait `WRITE_SECONDS` at most: a file system may not answer."""
         call, self.on_failure = self.on_failure, lambda: None
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -247,26 +247,26 @@ class FailureMonitor:
             return lines  # the store has ended, so that no other rank can be asked
 
     def _silent_ranks(self) -> list[RankStatus]:
-        """Return the status of the other ranks that send no heartbeat, at once when there is a root cause."""
+        """Return the status of the other ranks without a heartbeat for some seconds, or until there is a root cause."""
         was_stopping, deadline = self._stop.is_set, time.monotonic() + MIN_SILENCE_SECONDS
         silent = self._statuses_of_others()
         while silent and time.monotonic() < deadline and not self._store.check(["root_cause"]):
             time.sleep(HEARTBEAT_SECONDS)
             if self._stop.is_set and not was_stopping:
-                self._exit(0)  # torchrun ends this rank, and prints the error file of the one that was killed
+                self._exit(0)  # torchrun ends this rank, and prints the error file of the killed rank
             silent = [status for status in silent if self._status(status.rank) == status]
         processes = [self._stacks.processes[status.rank] for status in silent]
         have_ended = all(process.host == socket.gethostname() and not process.is_alive() for process in processes)
         if was_stopping and silent and have_ended:
-            self._exit(0)  # the same, where torchrun was faster than the collective
+            self._exit(0)  # the same, if torchrun stopped this rank before the collective failed
         return silent
 
     def _claim(self, lines: list[str]) -> bool:
-        """Publish the first line as the root cause, unless there is one. Return whether it is the root cause."""
+        """Publish the first line as the root cause, unless there is one. Return whether the line is the root cause."""
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
 
     def _report(self, lines: list[str], title: str, name: str, text: str, *, since: float) -> None:
-        """Report `lines`, and write more in a file: its name, content and title."""
+        """Report `lines`, and write `text` to the file `name`, whose path the report has under `title`."""
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
         lines = [*lines, f"{title}: {self._write(name, text)}"]

@@ -23,7 +23,7 @@ from ddp_trainer.distributed.environment import Environment, set_interface, usab
 T = TypeVar("T")
 
 BUSY, BUSY_SECONDS = "busy", 2.0
-"""The key of the store at which ranks that prepare their data count, and how often, for those that wait for them."""
+"""A key of the store, and how often (in seconds) a rank adds 1 to it while preparing data, so that others wait on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is rank 0, the rank that writes files."""
+        """Whether this is rank 0, the rank that writes files."""
         return self.rank == 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class World:
         return self.all_gather_object(value)[0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return the `tensor` of rank 0, all being contiguous. Collective: every rank must call this."""
+        """Return rank 0's `tensor`; every rank's must be contiguous. Collective: every rank must call this."""
         if self.world_size > 1 and tensor.numel():
             sent = tensor.to(self.device)
             dist.broadcast(sent, src=0)
@@ -85,9 +85,10 @@ class World:
         return self.broadcast(self._to_tensor(data if self.is_main else bytes(length))).cpu().numpy().tobytes()
 
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
-        """Return ``attempt()``; if it raises a Config- or TransientError on any rank, raise that of the lowest on all.
+        """Return ``attempt()``. If it raises ConfigError or TransientError on any rank, raise such an error on all.
 
-        The error names the rank, unless it is rank 0 or all raise the same. Collective: every rank must call this.
+        It is the error of the lowest of these ranks, and names this rank unless it is rank 0 or all raise the same.
+        Collective: every rank must call this.
         """
         result, failure = None, None
         try:
@@ -122,7 +123,7 @@ def process_group(
         torch.cuda.set_device(torch_device)
     was_initialized = dist.is_initialized()
     if was_initialized:
-        require(dist.get_backend() == chosen, f"backend={chosen} must be that of the sweep's first job")
+        require(dist.get_backend() == chosen, f"backend={chosen} must be the backend of the sweep's first job")
     else:
         _join(environment, torch_device, chosen, timedelta(seconds=timeout_seconds))
     yield World(
@@ -141,13 +142,13 @@ def choose_device(device: Device, backend: Backend, environment: Environment) ->
     use_cuda = device is Device.cuda or (device is Device.auto and gpus > 0)
     if backend is Backend.nccl:
         require(gpus > 0, "backend=nccl needs a GPU and none is visible: use backend=gloo, or backend=auto")
-        require(use_cuda, "backend=nccl needs device=cuda: set it, or use backend=gloo with device=cpu")
+        require(use_cuda, "backend=nccl needs device=cuda: set device=cuda, or use backend=gloo with device=cpu")
     if not use_cuda:
         return torch.device("cpu"), "gloo"
     require(gpus > 0, "device=cuda needs a GPU and none is visible: use device=cpu, or device=auto")
     require(
         ranks <= gpus,
-        f"{ranks} ranks on this node need as many GPUs and {gpus} are visible: use --nproc_per_node={gpus}, or "
+        f"{ranks} ranks on this node need a GPU each and {gpus} are visible: use --nproc_per_node={gpus}, or "
         "device=cpu",
     )
     return torch.device("cuda", environment.local_rank), "gloo" if backend is Backend.gloo else "nccl"
@@ -167,10 +168,10 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
 
 
 def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
-    """Call ``attempt()`` before the process group is joined; ranks that wait for this one to join wait on meanwhile.
+    """Call ``attempt()`` before the process group is joined, and let ranks that wait for this rank to join wait longer.
 
-    Returns a function of the group's `World`, which all ranks must call: it returns the result, or raises on all ranks
-    what ``attempt()`` has raised on one, a ConfigError or TransientError.
+    Returns a function of the group's `World`, which all ranks must call. It returns the result, or raises on all ranks
+    the ConfigError or TransientError that ``attempt()`` has raised on one of them.
     """
     future: Future[T] = Future()
     done = threading.Event()
@@ -218,7 +219,7 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
         if nonce in nonces:
             joined = [f"{name}/joined/{r}" for r in range(world_size)]
             store.set(joined[rank], "")
-            if rank == 0 and store.check(joined):  # the others ask for one key, because there may be thousands of them
+            if rank == 0 and store.check(joined):  # other ranks ask for one key only: there may be thousands
                 store.set(f"{name}/complete", "")
             if store.check([f"{name}/complete"]):
                 return dist.PrefixStore(name, store)

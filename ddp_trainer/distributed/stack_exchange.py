@@ -1,4 +1,4 @@
-"""The stacks of all ranks of a job, on one of them: for the report of a hang, and on demand."""
+"""Collects the stacks of all ranks of a job on one rank: for the report of a hang, and on demand."""
 
 import json
 import os
@@ -21,11 +21,11 @@ ANSWER_SECONDS = 15.0
 COLLECT_SECONDS = 3.5
 """How long the rank that asks waits for the others, which look for a question with every heartbeat."""
 SILENT_SECONDS = 3.0
-"""A process of this host without heartbeats for so long is asked by a signal."""
+"""A process of this host that has sent no heartbeat for this long is asked by a signal."""
 
 
 def read_processes(run_dir: Path) -> list[RankProcess]:
-    """Return the processes of the job in `run_dir`, or of the last one; [] if there is none."""
+    """Return the processes of the running or last job in `run_dir`; [] if there was none."""
     try:
         return [RankProcess(**values) for values in json.loads((run_dir / PROCESSES).read_text())]
     except (OSError, ValueError, TypeError):
@@ -39,7 +39,7 @@ def stacks_of(run_dir: Path) -> str:
     hosts = {process.host for process in processes}
     require(
         not hosts or socket.gethostname() in hosts,
-        f"no rank of {run_dir} runs on this host: call doctor on one of {', '.join(hosts)}",
+        f"no rank of {run_dir} runs on this host: run doctor on one of {', '.join(hosts)}",
     )
     alive = next((process for process in processes if process.is_alive()), None)
     if alive is None:
@@ -54,7 +54,7 @@ def stacks_of(run_dir: Path) -> str:
 
 
 class StackExchange:
-    """Asks all ranks where they are, and answers. Collective: every rank must construct one.
+    """Asks all ranks for their status and stack, and answers such questions. Collective: every rank must construct one.
 
     A question is a key in `store`: the first rank that sets it collects the answers. own: returns the status of this
     rank. last: returns the last heartbeat of a rank; None if it has sent none.
@@ -69,7 +69,7 @@ class StackExchange:
         self.processes = [RankProcess(*values) for values in world.all_gather_object(astuple(process))]
 
     def answer(self) -> None:
-        """Answer a question if there is one, for this rank and for silent ones of its host."""
+        """Answer a question if there is one, for this rank and for the silent ranks of its host."""
         if not self.store.check([f"question/{self.number}"]):
             return
         number, self.number = self.number, self.number + 1
@@ -83,7 +83,7 @@ class StackExchange:
     def ask(self, *, wake: bool) -> list[RankStatus] | None:
         """Return the status of all ranks, with the stack of those that answer; None if another rank asks.
 
-        wake: continue stopped ranks, because the job is about to be ended.
+        wake: continue stopped processes (SIGCONT) so that they answer, because the job is about to be ended.
         """
         number, question = self.number, f"{'wake' if wake else 'show'} {self.world.rank}"
         is_first = self.store.compare_set(f"question/{number}", "", question).decode() == question

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 RANKS_FILE = "ranks.jsonl"
 MIN_BLOCK_STEPS = 10
-"""Own times are compared over blocks of so many steps, or of half a log window if that is longer."""
+"""Own times are compared over blocks of this many steps, or of half a log window if that is longer."""
 MAX_VALUES = 100_000
-"""ranks.jsonl has at most about so many times; when it has more, each two of its rows become one."""
+"""ranks.jsonl has at most about this many times; when it has more, every two rows are merged into one."""
 
 NUM_SENSORS = 4
-"""Numbers of a rank before its times: memory and its peak in MiB, degrees Celsius, how often heat slowed it."""
+"""How many numbers a rank sends before its times: memory, its peak (MiB), degrees Celsius, slowdowns by heat."""
 
 Row = dict[str, Any]
 
@@ -36,8 +36,8 @@ Row = dict[str, Any]
 class RankReports:
     """Collects this rank's numbers for a log point, and turns those of all ranks into tags and messages.
 
-    own_times: returns, for each step since its last call, the seconds of each of `phases`, then those of them off
-    processors. shares: how many images each rank has in a step. Collective: every rank must construct one.
+    own_times: returns, for each step since its last call, the seconds of each of `phases`, then for each phase the
+    seconds on no processor. shares: how many images each rank has in a step. Collective: every rank must construct one.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class RankReports:
         self.is_warm = False
         self.block, self.count, self.step = [0.0] * 2 * len(phases), 0, 0
         self.total_ms, self.num_steps = torch.zeros(world.world_size, dtype=torch.float64), 0
-        """The own time of each rank in this launch, and the steps in which it was measured."""
+        """The own time of each rank in this launch, and the number of steps in which it was measured."""
 
     def start(self, step: int) -> None:
-        """Prepare for reports after optimizer step `step`; rows of an earlier launch past it are dropped."""
+        """Prepare for reports after optimizer step `step`; rows of an earlier launch for later steps are dropped."""
         self.step = step
         if self.world.is_main:
             self.lanes.start(step)
 
     def own(self) -> list[float]:
-        """Return this rank's numbers: NUM_SENSORS that it measures, and the times of the blocks that are complete."""
+        """Return this rank's numbers: the NUM_SENSORS measurements, then the times of the blocks that are complete."""
         blocks: list[float] = []
         steps = self.own_times()
         for seconds in steps:
@@ -78,7 +78,7 @@ class RankReports:
         return [memory, peak_memory_mb(self.world.device), celsius, throttled, *blocks]
 
     def add(self, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
-        """Return the tags of a log point after optimizer step `step`. numbers: those of each rank, float64 [W, n]."""
+        """Return the tags of a log point after optimizer step `step`. numbers: `own` of each rank, float64 [W, n]."""
         memory, peak, celsius, throttled = numbers[:, :NUM_SENSORS].unbind(1)
         blocks = numbers[:, NUM_SENSORS:].reshape(self.world.world_size, -1, 2 * len(self.phases))
         tags: dict[str, float | str] = {"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())}
@@ -111,17 +111,17 @@ class RankReports:
         if (grown := self.growth.add(epoch, memory)) is not None:
             rank, before, now = grown
             logger.warning(
-                "the memory of rank %d on %s has grown in each of the last %d epochs, from %s to %s MB: something "
-                "keeps what it no longer needs, for example losses that are tensors",
+                "the memory of rank %d on %s has grown in each of the last %d epochs, from %s to %s MB: some code "
+                "keeps objects that are no longer needed, for example losses as tensors (keep loss.item() instead)",
                 rank, self.hosts[rank], GROWTH_EPOCHS, f"{before:,.0f}", f"{now:,.0f}",
             )  # fmt: skip
         if throttled.any() and not self.is_throttled:
             self.is_throttled, rank = True, int(throttled.argmax())
-            degrees = f" ({celsius[rank]:.0f} °C)" if self.world.device.type == "cpu" else ""  # else of the GPU
+            degrees = f" ({celsius[rank]:.0f} °C)" if self.world.device.type == "cpu" else ""  # else it is the GPU's
             logger.warning("the processor of %s is slowed down by heat%s", self.hosts[rank], degrees)
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
-        """Return the tags of the straggler, and log it when it changes. blocks: float64 [W, blocks, 2 P]."""
+        """Return the tags of the straggler, and log if it has changed. blocks: float64 [W, blocks, 2 P]."""
         assert self.finder is not None
         was = self.finder.found
         for number, block in enumerate(blocks.unbind(1)):
@@ -135,14 +135,14 @@ class RankReports:
             return {}
         if was is None or (found.rank, found.phase) != (was.rank, was.phase):
             logger.warning(
-                "rank %d on %s is %.0f %% slower than the median in %s (since step %s)",
+                "rank %d on %s is %.0f %% slower than the median of the other ranks, in phase %s (since step %s)",
                 found.rank, self.hosts[found.rank], 100 * found.slowdown, found.phase, f"{found.since:,}",
             )  # fmt: skip
         return {"straggler/rank": found.rank, "straggler/phase": found.phase, "straggler/slowdown": found.slowdown}
 
 
 class Lanes:
-    """ranks.jsonl: rows of the times of all ranks, of limited number over any number of steps."""
+    """The file ranks.jsonl: rows of the times of all ranks. However long a run is, the number of rows is limited."""
 
     def __init__(self, path: Path, *, max_rows: int) -> None:
         self.path, self.max_rows = path, max_rows
@@ -157,7 +157,7 @@ class Lanes:
             self.write("w", self.rows)
 
     def add(self, row: Row) -> None:
-        """Append a row; each two become one when there are too many."""
+        """Append a row; when there are too many, merge every two rows into one."""
         self.rows.append({"time": time.time(), **row})
         if len(self.rows) < self.max_rows:
             return self.write("a", self.rows[-1:])
@@ -165,7 +165,7 @@ class Lanes:
         self.write("w", self.rows)
 
     def write(self, mode: str, rows: list[Row]) -> None:
-        """Write `rows` to the file; a full disk is a warning, once."""
+        """Write `rows` to the file; of several failures in a row, as on a full disk, only the first logs a warning."""
         text = "".join(json.dumps(rounded(row)) + "\n" for row in rows)
         try:
             if mode == "w":
@@ -180,7 +180,7 @@ class Lanes:
 
 
 def merge(first: Row, second: Row) -> Row:
-    """Return one row for the steps of two; where the ranks differ, because a run was resumed on more, the second."""
+    """Return one row for the steps of two: their means; the second's values if the number of ranks has changed."""
     steps = first["steps"] + second["steps"]
     merged = dict(second) | {"steps": steps}
     for name, values in second.items():

@@ -1,4 +1,4 @@
-"""`Logger`, the base class of all loggers, and the group of those that a run has."""
+"""`Logger`, the base class of all loggers, and `LoggerGroup`, all loggers of a run."""
 
 import logging
 import queue
@@ -17,44 +17,44 @@ logger = logging.getLogger(__name__)
 Value = float | str
 
 CLOSE_SECONDS, FAILURE_CLOSE_SECONDS = 60.0, 5.0
-"""How long the end of a run waits for a logger with a thread of its own; the second after an exception."""
+"""How long the end of a run waits for a logger that has a thread; the second number applies after an exception."""
 MAX_PENDING_CALLS = 10_000
-"""Calls that wait for a logger's thread. If its server does not answer, later ones are dropped."""
+"""The largest number of calls that wait for a logger's thread. When so many wait, new calls are dropped."""
 
 
 class Logger:
-    """Records a run somewhere. Every method may be left out; the base class does nothing."""
+    """Records a run. A subclass overrides the methods that it needs; those of the base class do nothing."""
 
     in_background: ClassVar[bool] = False
     """Whether a thread makes all calls, so that a server that is slow, or does not answer, never delays a step."""
 
     def start(self, step: int) -> None:
-        """Prepare to record after optimizer step `step`; records of an earlier launch past it are to be dropped."""
+        """Prepare to record after optimizer step `step`, and drop the records of an earlier launch for later steps."""
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        """Record `values` by tag at optimizer step `step`. ``epoch`` is among them; some are text."""
+        """Record `values` by tag at optimizer step `step`. One of the tags is ``epoch``; some values are text."""
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        """Record a picture, a PNG file's content."""
+        """Record a picture; `png` is the content of a PNG file."""
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Record a text in Markdown."""
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Record the final `results` beside the config (flat, by dotted key) that they came from."""
+        """Record the final `results` together with the `config` (flat, by dotted key) of the run."""
 
     def close(self) -> None:
-        """Write what is left and close files."""
+        """Write the pending records and close files."""
 
 
 class LoggerCalls:
-    """Calls the methods of one logger. A failure is reported once, until a call succeeds again."""
+    """Calls the methods of one logger. Of several failures in a row, only the first is reported."""
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         self.name, self.wrapped, self.is_failing = name, wrapped, False
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method. Of its exceptions, which a client may raise in any kind, only KeyboardInterrupt passes."""
+        """Call a method and report any exception; only a KeyboardInterrupt of the main thread is raised again."""
         try:
             getattr(self.wrapped, method)(*arguments)
         except BaseException as error:
@@ -86,7 +86,7 @@ class BackgroundCalls(LoggerCalls):
         self.thread.start()
 
     def work(self) -> None:
-        """Make the calls, until there is a None among them."""
+        """Make the calls in the queue, until there is a None in it."""
         while (call := self.pending.get()) is not None:
             super().call(*call)
 
@@ -94,7 +94,7 @@ class BackgroundCalls(LoggerCalls):
         try:
             self.pending.put_nowait((method, *arguments))
         except queue.Full:
-            self.report_failure(f"it has not answered since {MAX_PENDING_CALLS:,} records")
+            self.report_failure(f"{MAX_PENDING_CALLS:,} records wait to be sent, new ones are dropped")
 
     def close(self, seconds: float) -> None:
         self.call("close")
@@ -102,7 +102,7 @@ class BackgroundCalls(LoggerCalls):
             self.pending.put_nowait(None)
             self.thread.join(seconds)
         except queue.Full:
-            return  # reported already
+            return  # the full queue has been reported already
         if self.thread.is_alive():
             logger.warning(
                 "logger=%s did not finish within %.0f s; its last records may be missing", self.name, seconds
@@ -110,10 +110,10 @@ class BackgroundCalls(LoggerCalls):
 
 
 class LoggerGroup:
-    """Several loggers as one, with their methods. A logger that fails never ends a training.
+    """All loggers of a run, called through the methods of one. A logger that fails never ends a training.
 
-    Nothing is recorded before `start`, as by a launch that finds its run finished. On ranks other than 0 the group is
-    empty. Use as a context manager: leaving it closes all.
+    Nothing is recorded before `start`, which a launch does not call if its run is finished. On ranks other than 0 the
+    group is empty. Use as a context manager: leaving it closes all loggers.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
@@ -167,6 +167,6 @@ def import_client(package: str, config: LoggerConfig) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
         broken = "" if is_missing else f", which cannot be imported ({cause})"
         raise ConfigError(f"logger={config.name} needs {package}{broken}: {fix}") from error
-    # A folder of that name, such as wandb/ of another program's run in the current folder, is a module without a file.
+    # A folder with the package's name, such as wandb/ of another program's run, is imported as a module without a file.
     require(module.__file__ is not None, f"logger={config.name} needs {package}: {fix}")
     return module

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 500, 100
-"""Characters of a name and of a parameter or tag, and parameters in a request, that servers of all versions accept."""
+"""The limits of all server versions: characters of a name, characters of a value, parameters in a request."""
 LOCK_SECONDS = 60.0
 """How long a run waits while another one creates the database."""
 
@@ -29,7 +29,7 @@ class MlflowLogger(Logger):
     """Records in one run of MLflow over all launches. Numbers are metrics, texts are tags, pictures are artifacts.
 
     After a resume from an earlier step, the steps that were recorded already have two values. MLflow does not allow a
-    parameter to change, so the new value of a key that a later launch changes is a tag.
+    parameter to change, so if a later launch changes a key of the config, the new value is a tag.
     """
 
     in_background = True
@@ -89,11 +89,11 @@ class MlflowLogger(Logger):
         return self.client
 
     def build_client(self) -> "tuple[MlflowClient, str | None]":
-        """Return a client, and the folder of its artifacts unless its server chooses that."""
+        """Return a client, and the folder of artifacts; None if the server chooses the folder."""
         from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
 
         MLFLOW_DISABLE_TELEMETRY.set(True)  # read at each call, not only at the import
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # because it prints how it creates tables
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # because MLflow prints how it creates tables
         if self.config.tracking_uri is not None or self.mlflow.is_tracking_uri_set():
             return self.mlflow.MlflowClient(self.config.tracking_uri), None
         folder = self.run_dir.resolve().parent
@@ -101,15 +101,15 @@ class MlflowLogger(Logger):
         return self.mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db"), (folder / "mlartifacts").as_uri()
 
     def create_database(self, path: Path) -> None:
-        """Create the database `path` unless there is one. Of several runs that do so at the same time, the others wait.
+        """Create the database `path` unless there is one. If several runs do so at the same time, all but one wait.
 
-        MLflow takes seconds to create the tables, and cannot use a database of which another process has created a
-        part, or that was left unfinished by a kill. A folder of files in its place is no longer supported:
+        MLflow takes seconds to create the tables, and cannot use a database that another process has not finished yet,
+        or left unfinished when it was killed. MLflow no longer supports a folder of files in place of a database:
         https://mlflow.org/docs/latest/self-hosting/migrate-from-file-store
         """
         if path.exists():
             return
-        with lock_file(path.with_name(".mlflow.lock"), seconds=LOCK_SECONDS, holder=f"{path} is being created"):
+        with lock_file(path.with_name(".mlflow.lock"), seconds=LOCK_SECONDS, holder=f"another run creates {path}"):
             if not path.exists():
                 for leftover in path.parent.glob(".mlflow.db.writing*"):
                     leftover.unlink()
@@ -118,7 +118,7 @@ class MlflowLogger(Logger):
                 unfinished.rename(path)
 
     def continue_run(self, client: "MlflowClient") -> "Run | None":
-        """Return the run of an earlier launch, after setting its status; None if there is none on the server."""
+        """Return the run of an earlier launch, and set its status to RUNNING; None if the server does not have it."""
         from mlflow.exceptions import MlflowException
 
         path = self.run_dir / "mlflow_run_id"
@@ -148,7 +148,7 @@ class MlflowLogger(Logger):
             return experiment.experiment_id  # another run has created it at the same time
 
     def log_config(self, client: "MlflowClient", run: "Run") -> None:
-        """Record the keys of the config that `run` does not have as parameters, and changed ones as tags."""
+        """Record the config in `run`: keys that it does not have yet as parameters, changed values as tags."""
         from mlflow.entities import Param, RunTag
 
         config = flatten_keys(yaml.safe_load((self.run_dir / "config.yaml").read_text()))

@@ -26,7 +26,7 @@ SETTINGS = {
     "console": "off",
     "init_timeout": 20.0,
     "finish_timeout": 20.0,
-    # Nothing is recorded of the host, of the user's files and of other packages.
+    # Nothing about the host, the user's files and other packages is recorded.
     "host": "",
     "save_code": False,
     "disable_code": True,
@@ -36,7 +36,7 @@ SETTINGS = {
     "x_disable_meta": True,
     "x_disable_stats": True,
     "x_save_requirements": False,
-    # 15 seconds by default, of which a killed run loses the records.
+    # A killed run loses the records of this time; the default is 15 seconds.
     "x_transaction_log_flush_interval": 1.0,
 }
 """wandb's settings; those that the installed version does not know are left out."""
@@ -45,7 +45,7 @@ MAX_BEGINS = 4
 
 
 class WandbLogger(Logger):
-    """Records in one run of wandb over all launches. Its x axis is the optimizer step, the metric ``step``.
+    """Records in one run of wandb over all launches. The x axis is the metric ``step``, the optimizer step.
 
     After a resume from an earlier step, the steps that were recorded already have two records. Without a login, or if
     the server does not answer, the launch is recorded offline, for ``wandb sync``.
@@ -85,7 +85,7 @@ class WandbLogger(Logger):
             self.end_service()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Add a row to the history. After a failure, such as a killed service process, the next call begins again."""
+        """Add a row to the history. After a failure, such as a killed service process, the next call calls `begin`."""
         run = self.run or self.begin()
         try:
             run.log({**values, "step": step})
@@ -104,10 +104,10 @@ class WandbLogger(Logger):
         except Exception as error:
             if self.mode == "offline":
                 raise
-            self.end_service()  # because it does not accept the run's id a second time
+            self.end_service()  # because the service process does not accept the run's id a second time
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             path = self.run_dir / "wandb"
-            logger.warning("logger=wandb records offline (%s); upload it by: wandb sync %s/offline-run-*", reason, path)
+            logger.warning("logger=wandb records offline (%s); upload with: wandb sync %s/offline-run-*", reason, path)
             self.mode = "offline"
             self.run = self.init()
         self.run.define_metric("step", hidden=True)
@@ -117,7 +117,7 @@ class WandbLogger(Logger):
         return self.run
 
     def init(self) -> "wandb.Run":
-        """Return the run, begun or continued. Without a mode, that is what the user has set for wandb."""
+        """Begin or continue the run, and return it. If `mode` is None, the user's own setting of wandb is used."""
         known = self.wandb.Settings.model_fields
         settings = self.wandb.Settings(**{name: value for name, value in SETTINGS.items() if name in known})
         # Before init, because only global settings keep wandb from asking for a login and from sending telemetry.
@@ -132,12 +132,12 @@ class WandbLogger(Logger):
             resume="allow",
             mode=self.mode,
             dir=self.run_dir,
-            reinit="create_new",  # leaves alone a run that the program of a user has begun
+            reinit="create_new",  # does not end a run that the user's program has begun
             settings=settings,
         )
 
     def run_id(self) -> str:
-        """Return the id of the run, which the run directory keeps for later launches."""
+        """Return the id of the run, which is kept in the run directory for later launches."""
         path = self.run_dir / "wandb" / "run_id"
         run_id = path.read_text(errors="replace").strip() if path.exists() else ""
         if not (run_id.isascii() and run_id.isalnum()):  # damaged, or the first launch
@@ -147,6 +147,6 @@ class WandbLogger(Logger):
         return run_id
 
     def end_service(self) -> None:
-        """End the process that writes and sends the records, unless the program of a user has a run of its own."""
+        """End the process that writes and sends the records, unless the user's program has its own run of wandb."""
         if self.wandb.run is None:
             self.wandb.teardown()

@@ -1,4 +1,4 @@
-"""Samples that could not be read: gathered over ranks at control points; they are listed, or they end the run."""
+"""Samples that could not be read: control points gather them from all ranks, and list them or end the run."""
 
 import json
 import logging
@@ -18,15 +18,15 @@ class BadSamples:
     """All samples that the readers of any rank could not read, in the file `FILE` of the run directory."""
 
     def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
-        """own: name and reason of this rank's that have not been gathered, to which its readers append."""
+        """own: name and reason of this rank's bad samples that are not gathered yet; its readers append to it."""
         self.own, self.world, self.on_bad_image, self.path = own, world, on_bad_image, run_dir / FILE
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:
-        """Gather new ones from all ranks, and list them. Collective: every rank must call this.
+        """Gather the new bad samples of all ranks, and list them. Collective: every rank must call this.
 
         Raises:
-            ConfigError: on all ranks, with on_bad_image=error and a bad sample on one.
+            ConfigError: on all ranks, if on_bad_image=error and any rank has a new bad sample.
         """
         new = self.own[:]
         del self.own[: len(new)]  # readers may have appended more
@@ -37,18 +37,18 @@ class BadSamples:
         self.reasons |= new_reasons
         name, reason = next(iter(new_reasons.items()))
         name = name if name.isprintable() else repr(name)[1:-1]
-        others = "" if len(new_reasons) == 1 else f", and {len(new_reasons) - 1} more images"
+        others = "" if len(new_reasons) == 1 else f" (and {len(new_reasons) - 1} more images)"
         if self.on_bad_image is OnBadImage.error:
             raise ConfigError(
                 f"{name} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out bad "
-                "images, and start the same command again"
+                "images, and start the command again"
             )
         if self.world.is_main:
             self.write()
             logger.warning("left out %s: %s%s; all are listed in %s", name, reason, others, self.path)
 
     def write(self) -> None:
-        """Add to the file those that it does not have yet; a full disk is ignored."""
+        """Add the samples that the file does not have yet; a failure, such as a full disk, only logs a warning."""
         try:
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             known = {line["path"]: line["reason"] for line in map(json.loads, lines)}

@@ -18,13 +18,13 @@ from ddp_trainer.training.metrics import DesynchronizedError
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Difference of a projection of two gradients over their norm that rounding may cause: some 1,000 or 10 ulp."""
+"""How far rounding may move projections of two gradients apart, as a share of their norm: some 1,000 or 10 ulp."""
 TAG = 1
-"""Of messages between ranks, so that those of a strategy, which travel meanwhile, are not taken for them."""
+"""The tag of this check's messages, so that a strategy's messages, sent at the same time, are not mistaken for them."""
 
 
 class CorruptionError(DesynchronizedError):
-    """A rank computed something else than other ranks from the same numbers."""
+    """The gradient or the parameters of a rank differ from those of other ranks, although their input was the same."""
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
@@ -35,15 +35,15 @@ class GradientCheck:
     """Compares this rank's gradient with the one that the next rank computes from the same batch.
 
     Every ``every_steps`` steps each rank computes the gradient of the rank before it again, from that rank's share of
-    the batch, before the optimizer uses it. A difference is decided by a third computation. Collective: every rank
-    must construct one.
+    the batch, before the optimizer uses it. If the two differ, a third computation shows which rank is wrong.
+    Collective: every rank must construct one.
     """
 
     def __init__(self, step: TrainStep, *, every_steps: int, deterministic: bool) -> None:
-        """ConfigError if ranks cannot send batches to each other."""
+        """Raise ConfigError if ranks cannot send batches to each other."""
         require(
             step.world.device.type == "cpu" or step.world.backend != "gloo" or step.world.world_size == 1,
-            f"check.every_steps={every_steps} sends between single ranks, which backend=gloo cannot do for GPUs: use "
+            f"check.every_steps={every_steps} sends batches between ranks, which backend=gloo cannot do for GPUs: use "
             "backend=nccl, or check.every_steps=null",
         )
         self.step, self.world, self.every_steps = step, step.world, every_steps
@@ -65,14 +65,14 @@ class GradientCheck:
 
     @property
     def is_due(self) -> bool:
-        """Whether the current step is checked: the first after so many in which all ranks have the same parameters."""
+        """Whether to check this step: every `every_steps` steps, as soon as parameters are equal on all ranks."""
         is_later = (self.step.count + 1) // self.every_steps > self.checked // self.every_steps
         return is_later and self.step.sync.is_synchronized
 
     def watch(self, images: Tensor, labels: Tensor) -> None:
-        """Take this rank's gradients as backward leaves them, before they are communicated.
+        """Record this rank's gradients when backward has computed them, before they are communicated.
 
-        The batch begins to travel to the next rank here, beside the work of the step.
+        Also begin to send the batch to the next rank, while this rank computes the step.
         """
 
         def take(parameter: Tensor) -> None:
@@ -87,7 +87,7 @@ class GradientCheck:
         """Compare the gradients of this step, and the parameters. Collective: every rank must call this.
 
         Raises:
-            CorruptionError: on all ranks, if those of one differ.
+            CorruptionError: on all ranks, if the gradient or the parameters of one rank differ.
         """
         for hook in self._hooks:
             hook.remove()
@@ -111,7 +111,7 @@ class GradientCheck:
             self.decide(owns, agains, third, differing)
 
     def decide(self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]) -> None:
-        """Name the rank whose computation differs from the two others of the same batch. Each is float64 [W, n]."""
+        """Raise the error for the rank whose result differs from the two others of a batch. Each: float64 [W, n]."""
         votes: Counter[int] = Counter()
         ranks = self.world.world_size
         for rank in differing:
@@ -125,7 +125,7 @@ class GradientCheck:
         self.fail(rank if is_clear else None, "computed another gradient than other ranks from the same images")
 
     def fail(self, rank: int | None, what: str) -> None:
-        """Raise the error: `rank`, or for None one of the ranks, did `what`."""
+        """Raise the error that `rank` did `what`; `rank` is None if it is not known which rank did it."""
         hosts = ", ".join(dict.fromkeys(self.hosts))
         who = f"rank {rank} on {self.hosts[rank]}" if rank is not None else f"one of the ranks (on {hosts})"
         raise CorruptionError(
@@ -135,9 +135,9 @@ class GradientCheck:
         )
 
     def start_shift(self, images: Tensor, labels: Tensor, *, shift: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin to send a batch to the rank `shift` places on. Return what waits for that of the rank as far before.
+        """Begin to send the batch to rank r + `shift`. Return a function that waits for the batch of rank r - `shift`.
 
-        images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
+        r is this rank. images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
         """
         rank, ranks = self.world.rank, self.world.world_size
         source, target = (rank - shift) % ranks, (rank + shift) % ranks
@@ -156,7 +156,7 @@ class GradientCheck:
         return wait
 
     def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
-        """Return the description of the gradient of the rank `shift` places before this one, from its batch."""
+        """Compute the gradient of the rank `shift` places before this one from its batch; return the description."""
         step, world = self.step, self.world
         source = (world.rank - shift) % world.world_size
         buffers = [buffer.clone() for buffer in step.model.buffers()]
@@ -173,7 +173,7 @@ class GradientCheck:
         return self.combine([None if gradient is None else self.describe(gradient) for gradient in total])
 
     def describe(self, gradient: Tensor) -> Tensor:
-        """Return what is compared of the gradient of one parameter: float64 [1] if bitwise, else [3]."""
+        """Return the numbers by which the gradient of a parameter is compared: float64 [1] if bitwise, else [3]."""
         if self.tolerance is None:
             return bit_sum([gradient]).double()[None]
         flat = gradient.detach().double().contiguous().view(-1)
@@ -181,7 +181,7 @@ class GradientCheck:
         return torch.stack([flat.square().sum(), flat.sum(), (flat * signs).sum()])
 
     def combine(self, prints: Sequence[Tensor | None]) -> Tensor:
-        """Return one vector from those of all parameters; a parameter without a gradient has none."""
+        """Return one vector from the descriptions of all parameters; None stands for a missing gradient."""
         empty = torch.zeros(1 if self.tolerance is None else 3, dtype=torch.float64, device=self.world.device)
         vectors = [empty if one is None else one for one in prints]
         return torch.cat(vectors) if self.tolerance is None else torch.stack(vectors).sum(0)
@@ -190,22 +190,22 @@ class GradientCheck:
         """Return whether two descriptions are those of the same gradient."""
         if self.tolerance is None:
             return torch.equal(first, second)
-        if not (first.isfinite().all() and second.isfinite().all()):  # as fp16 gradients are now and then
+        if not (first.isfinite().all() and second.isfinite().all()):  # fp16 gradients sometimes overflow
             return bool(first.isfinite().all() == second.isfinite().all())
         norm = max(float(first[0]), float(second[0])) ** 0.5
         return bool(((first - second)[1:].abs() <= self.tolerance * norm).all())
 
 
 def bit_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the bit patterns of float32 `tensors`, as int64 []: any single bit changes it."""
+    """Return the sum of the bit patterns of float32 `tensors`, as int64 []. A change of any single bit changes it."""
     parts = [tensor.detach().float().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(parts).sum() % 2**52  # a float64 holds it exactly
 
 
 def transfer(mine: Tensor, length: int, *, source: int, target: int) -> tuple[list[dist.P2POp], Tensor]:
-    """Return the operations that send `mine`, [B, …], to the rank `target` and receive from `source`, and the result.
+    """Return the operations that send `mine`, [B, …], to `target` and receive from `source`, and the received tensor.
 
-    It is [length, …], with the memory format of `mine`, and is valid once the operations have ended.
+    That tensor is [length, …], with the memory format of `mine`, and is valid once the operations have ended.
     """
     is_channels_last = mine.ndim == 4 and mine.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
@@ -216,7 +216,7 @@ def transfer(mine: Tensor, length: int, *, source: int, target: int) -> tuple[li
 
 
 def machine(device: torch.device) -> str:
-    """Return what decides how `device` rounds: its model and the instructions that torch uses."""
+    """Return the properties that decide how `device` rounds: its model, and for a CPU the instructions and threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

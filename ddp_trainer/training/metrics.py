@@ -18,7 +18,7 @@ class DesynchronizedError(RuntimeError):
     """Replicas that should be equal are not. All ranks raise this in the same step."""
 
     outcome = "and all other ranks stopped, in"
-    """What the report of this rank says it did."""
+    """The words between host and phase in the first line of this rank's report."""
 
 
 @dataclass(slots=True)
@@ -31,15 +31,15 @@ class Evaluation:
 
 
 class MetricSums:
-    """Sums of loss and correct answers on the device; read only at control points and in an evaluation."""
+    """The sums of losses and correct predictions, on the device; the host reads them only at control points."""
 
     def __init__(self, device: torch.device) -> None:
         self.vector = torch.zeros(3, dtype=torch.float64, device=device)
-        """float64 [3]: sum of losses, number of correct answers, number of samples."""
+        """float64 [3]: sum of losses, number of correct predictions, number of samples."""
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch, without samples that have no label. loss_sum: [], logits: [B, C], labels: [B] or [B, C]."""
-        if labels.ndim == 2:  # of mixed images; the class with the largest share counts as the right one
+        """Add a batch, without its samples that have no label. loss_sum: [], logits: [B, C], labels: [B] or [B, C]."""
+        if labels.ndim == 2:  # mixed images: the class with the largest share counts as the correct one
             shares, classes = labels.max(1)
             labels = torch.where(shares > 0, classes, -1)
         self.vector[0] += loss_sum
@@ -48,7 +48,7 @@ class MetricSums:
 
 
 class SampleDigest:
-    """A digest of the sample at each position of an epoch, as a sum, so that the digests of ranks can be added.
+    """A digest of which samples each step of an epoch used: a sum of hashes, so that the digests of ranks can be added.
 
     Two epochs with equal digests used the same samples in the same global batches, whatever the world size.
     """
@@ -85,7 +85,7 @@ class Progress:
         return self.earlier_seconds + time.perf_counter() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sums over ranks, and the rest as builtins. Collective: every rank must call this."""
+        """Return sums over ranks as tensors, other values as builtins. Collective: every rank must call this."""
         return {
             "digest": self.world.all_reduce(self.digest.vector.clone()),
             "window": self.world.all_reduce(self.sums.vector.clone()),
@@ -94,7 +94,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, best_top1: float) -> None:
-        """Restore what `state_dict` returned. Rank 0 restores the sums over all ranks."""
+        """Restore the result of `state_dict`. Rank 0 restores the sums over all ranks; other ranks begin at 0."""
         self.best_top1 = best_top1
         if self.world.is_main:
             self.digest.vector += state["digest"].to(self.world.device)
@@ -104,25 +104,25 @@ class Progress:
 
 
 class NonFinite:
-    """Notes the first step whose loss or gradient is not finite, without waiting for the device."""
+    """Records the first step whose loss or gradient is not finite, without waiting for the device."""
 
     NEVER = 2**62
 
     def __init__(self, device: torch.device) -> None:
         self.first = torch.full((), self.NEVER, dtype=torch.int64, device=device)
-        """int64 []: the first such step, or NEVER."""
+        """int64 []: the first step with a value that is not finite, or NEVER."""
 
     def check(self, values: Tensor, *, step: int) -> None:
-        """Note optimizer step `step` if any of `values` is not finite."""
+        """Record optimizer step `step` if any of `values` is not finite."""
         self.first = torch.where(torch.isfinite(values.sum()), self.first, self.first.clamp(max=step))
 
     @property
     def flag(self) -> Tensor:
-        """float64 [1]: 1 after such a step, else 0."""
+        """float64 [1]: 1 if a step was not finite, else 0."""
         return (self.first < self.NEVER).double()[None]
 
     def fail(self, world: World, *, lr: float) -> NoReturn:
-        """Raise `DivergedError` with the first such step on any rank. Collective: every rank must call this."""
+        """Raise `DivergedError` with the first recorded step of any rank. Collective: every rank must call this."""
         step = min(world.all_gather_object(int(self.first)))
         raise DivergedError(
             f"the loss or gradient of step {step} is not finite (lr {lr:g}): lower optimizer.lr, "
@@ -134,10 +134,10 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     """Check that the parameters of `model` are bitwise equal on all ranks. Collective: every rank must call this.
 
     Raises:
-        DesynchronizedError: on all ranks, when one has other parameters than the rest.
+        DesynchronizedError: on all ranks, if the parameters of one rank differ.
     """
     integers = (buffer for buffer in model.buffers() if not buffer.is_floating_point())
-    own = torch.zeros(1, dtype=torch.int64, device=world.device)  # changes with any single bit of float32 or int64
+    own = torch.zeros(1, dtype=torch.int64, device=world.device)  # any single bit of a value changes it
     for number, tensor in enumerate([*model.parameters(), *integers]):
         bits = tensor.detach().contiguous().view(-1)
         bits = bits.view(torch.int32).long() if bits.is_floating_point() else bits
@@ -148,5 +148,5 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     if odd := [rank for rank, value in enumerate(prints) if value != usual]:
         raise DesynchronizedError(
             f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
-            f"step {step}: nothing was saved; the cause is faulty memory, or code that treats ranks differently"
+            f"step {step}: no checkpoint was saved; the cause is faulty memory, or code that treats ranks differently"
         )

@@ -16,14 +16,14 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
     """Return the optimizer that `config` chooses, at its peak learning rate, for the parameters that need gradients."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
-        raise ConfigError("the model has no parameter that needs a gradient: nothing can be trained")
+        raise ConfigError("the model has no parameter that needs a gradient: train some, by a shorter model.freeze")
     choice = registry.find("optimizer", type(config))
     assert choice is not None
     return choice.build(config, trainable, lr=config.scaled_lr(global_batch_size))
 
 
 def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> SGD:
-    """Return torch's fused SGD with its momentum at zero, because a first step that is skipped leaves it unset."""
+    """Return torch's fused SGD with momentum buffers of zeros, because a skipped first step would not create them."""
     optimizer = SGD(
         parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov, fused=True
     )
@@ -79,9 +79,9 @@ def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Give the optimizer's state the memory layout of the parameters; it may have been saved with another.
+    """Give the optimizer's state the memory layout of the parameters, which may not be the layout that was saved.
 
-    Fused kernels go through a parameter and its state in the order of memory, without a look at their strides.
+    Fused kernels process a parameter and its state in the order of memory, and ignore their strides.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

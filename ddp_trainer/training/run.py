@@ -46,10 +46,10 @@ from ddp_trainer.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 3.0
-"""How long a rank stays that has stopped because of one on another node.
+"""How long a rank waits before it ends, if a rank on another node made it stop.
 
-torchrun stops all ranks of an elastic job when a node comes back. An agent that sees its ranks end before it has
-noticed that node would take the job for finished, and not take part in the restart.
+torchrun stops all ranks of an elastic job when a node comes back. If an agent sees its ranks end before it has noticed
+that node, it considers the job finished, and does not take part in the restart.
 """
 STOPPED = "stopped"
 """The file that marks a run that was stopped gracefully and is not finished."""
@@ -69,7 +69,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     with ExitStack() as stack:
         begun = start(config, environment, stack)
         config, world = begun.config, begun.world
-        # A job that was restarted resumes what it has done; a node that joins it late does not know of the restart.
+        # A restarted job resumes even with resume=never. All ranks are asked: a late node does not know of the restart.
         is_restart = any(world.all_gather_object(environment.is_restart))
         resume = Resume.auto if is_restart and config.resume is Resume.never else config.resume
         open_run_dir(run_dir, to_builtins(config), world, resume=resume, stack=stack)
@@ -100,7 +100,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
 def build_trainer(
     begun: Start, run_dir: Path, *, environment: Environment, stop: GracefulStop, stack: ExitStack
 ) -> Trainer:
-    """Return the trainer of a run, with its model, and with what is open until `stack` closes. Collective."""
+    """Return the trainer of a run; `stack` closes its monitor, loggers and checkpoints. Collective."""
     config, world = begun.config, begun.world
     monitor = stack.enter_context(
         FailureMonitor(world, environment, stop, run_dir=run_dir, timeout_seconds=config.timeout_seconds)
@@ -110,7 +110,7 @@ def build_trainer(
     checkpoints = CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world)
     stack.callback(checkpoints.close)
     loaders = begun.build_loaders()
-    with disable_gc():  # DDP imports the compiler
+    with disable_gc():  # because DDP imports torch's compiler
         timer, step = build_step(begun, partial(setattr, monitor, "phase"))
     control = ControlPoint(
         world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint, should_stop=stop.poll
@@ -137,10 +137,10 @@ def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume:
 
 
 def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: None) -> tuple[StepTimer, TrainStep]:
-    """Return the optimizer step of `begun`, with its model, strategy and optimizer, and its timer."""
+    """Return the step timer and the optimizer step of `begun`, with model, strategy and optimizer."""
     config, world, datasets = begun.config, begun.world, begun.datasets
     torch.manual_seed(derive_seed(config.seed, purpose="model"))
-    model = world.raise_on_any_rank(  # the file of its weights may be on one node only
+    model = world.raise_on_any_rank(  # the weights file may be missing on some nodes
         lambda: build_model(config.model, image_shape=datasets.image_shape, num_classes=len(datasets.class_names))
     )
     model.to(world.device).to(memory_format=begun.memory_format)
@@ -170,7 +170,7 @@ def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: Non
 
 
 def log_header(trainer: Trainer, datasets: Datasets) -> None:
-    """Log what runs where, the batch arithmetic and the run directory."""
+    """Log the model, the data, the devices, the batch sizes and the run directory."""
     config, world, sampler = trainer.config, trainer.world, trainer.loaders.sampler
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -192,14 +192,14 @@ def log_header(trainer: Trainer, datasets: Datasets) -> None:
         sampler.steps_per_epoch, config.epochs, config.optimizer.scaled_lr(config.global_batch_size),
     )  # fmt: skip
     if config.precision is Precision.fp16 and world.device.type == "cpu":
-        logger.warning("precision=fp16 takes many times as long as fp32 on a CPU: it is for GPUs")
+        logger.warning("precision=fp16 takes many times as long as fp32 on a CPU: use precision=fp32")
     if config.checkpoint.keep_best and split == "test":
-        logger.info("best.pt is chosen on the test split; data.validation_fraction=0.1 would hold images out for that")
+        logger.info("best.pt is chosen on the test split: set data.validation_fraction=0.1 to hold out images for it")
     logger.info("run directory %s", trainer.run_dir)
 
 
 def record_summary(summary: Summary, trainer: Trainer) -> None:
-    """On rank 0, write summary.json and log the last line; write `STOPPED`, or record the result in the loggers."""
+    """On rank 0, write summary.json, log the last line, and write `STOPPED` or record the result in the loggers."""
     if not trainer.world.is_main:
         return
     write_output(trainer.run_dir / "summary.json", summary.to_json())
@@ -214,7 +214,7 @@ def record_summary(summary: Summary, trainer: Trainer) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that training does not depend on; a full disk is a warning."""
+    """Write a file that training does not depend on; a failure, such as a full disk, only logs a warning."""
     try:
         replace_text(path, text)
     except OSError as error:

@@ -24,10 +24,10 @@ from ddp_trainer.distributed.process_group import World, prepare, process_group
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The beginning of a run, of the benchmark and of the plan; ``dataclasses.replace`` makes variants of it."""
+    """The parts that `start` returns, for run, benchmark and plan; ``dataclasses.replace`` makes variants of it."""
 
     config: Config
-    """With auto resolved."""
+    """The config, in which auto is resolved."""
     world: World
     datasets: Datasets
     memory_format: torch.memory_format
@@ -51,15 +51,15 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
     Collective: every rank must call this.
 
     Raises:
-        ConfigError: on all ranks, when the config, a version or the data of one is at fault.
+        ConfigError: on all ranks, if the config, a version or the data of any rank is wrong, or differs from rank 0's.
     """
     config.check_world_size(environment.world_size)
     batch = config.global_batch_size
     data = prepare(lambda: read_data(config.data, global_batch_size=batch), environment)
     world = stack.enter_context(process_group(environment, **config.process_group))
     versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
-    check_same("versions other than those", versions, world, fix="install the same on all nodes")
-    check_same("a config other than that", flatten_keys(to_builtins(config)), world, fix="use one command line")
+    check_same("versions other than those", versions, world, fix="install the same versions on all nodes")
+    check_same("a config other than that", flatten_keys(to_builtins(config)), world, fix="use the same command line")
     config = resolve_auto(config, world)
     set_torch_switches(world, compile_model=config.compile, deterministic=config.deterministic)
     datasets = data(world)
@@ -74,7 +74,7 @@ def memory_format(channels_last: bool | str) -> torch.memory_format:
 
 
 def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:
-    """Return the data set, downloaded if need be: before ranks begin to wait for each other in a collective."""
+    """Return the data set, downloaded if necessary. Call this before ranks wait for each other in a collective."""
     datasets = build_datasets(config)
     count = num_samples(datasets.train)
     require(
@@ -85,7 +85,7 @@ def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:
 
 
 def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> None:
-    """Check that all ranks have the same `values`, by key; ConfigError names those that differ. Collective."""
+    """Check that all ranks have the same `values`; ConfigError names the keys that differ. Collective."""
     first, *others = world.all_gather_object(values)
     for rank, other in enumerate(others, 1):
         keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
@@ -94,9 +94,9 @@ def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> 
 
 
 def resolve_auto(config: Config, world: World) -> Config:
-    """Return `config` with auto replaced by what it means on this hardware. Collective."""
+    """Return `config` with each auto replaced by the value for this hardware. Collective."""
     if config.precision is Precision.auto:
-        all_fast = all(world.all_gather_object(has_fast_bf16(world.device)))  # or ranks would train differently
+        all_fast = all(world.all_gather_object(has_fast_bf16(world.device)))  # else precisions would differ
         precision = Precision.bf16 if all_fast and config.sync.supports_bf16 else Precision.fp32
         config = replace(config, precision=precision)
     return replace(config, channels_last=config.channels_last in ("auto", True))
@@ -109,7 +109,7 @@ def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool
     if compile_model:
         world.raise_on_any_rank(lambda: check_compiler(world.device))
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS fails; read when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS fails; it reads this once
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic

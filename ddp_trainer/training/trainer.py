@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Train the model of `step` on the batches of `loaders`. Every rank builds one and calls `fit`."""
+    """Trains the model of `step` on the batches of `loaders`. Every rank builds a trainer and calls `fit`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Trainer:
         """The optimizer step at which this launch ends."""
         self.epoch_seconds: list[float] = []
         self.results: SampleResults | None = None
-        """The answers of the last evaluation of this launch, of this rank's samples."""
+        """The results of this rank's samples in the last evaluation of this launch; None before the first one."""
 
     def fit(self) -> Summary:
         """Train, evaluate and save until done or stopped. Collective: every rank must call this."""
@@ -95,8 +95,8 @@ class Trainer:
         if config.compile:
             self.monitor.phase = COMPILATION
         passes = config.gradient_accumulation_steps
-        smallest = config.global_batch_size // self.world.world_size // passes  # of the batches of a pass, on any rank
-        is_exact = config.compile or device.type == "cuda"  # kernels are chosen by shape
+        smallest = config.global_batch_size // self.world.world_size // passes  # images per pass on any rank
+        is_exact = config.compile or device.type == "cuda"  # because kernels are chosen by shape
         share = self.loaders.sampler.local_batch_size
         count = share // passes if is_exact else min(2, smallest)
         counts = [count, count + 1] if config.compile and share % passes else [count]
@@ -107,8 +107,9 @@ class Trainer:
             if smallest > 1:
                 raise
             raise ConfigError(
-                f"global_batch_size={config.global_batch_size} gives a rank one image in a pass, and "
-                f"model={config.model.name} cannot train on one ({error}): raise it, or start fewer ranks"
+                f"global_batch_size={config.global_batch_size} leaves a rank only one image per pass, and "
+                f"model={config.model.name} cannot train on a single image ({error}): raise global_batch_size, or "
+                "start fewer ranks"
             ) from error
         expected = [count, len(self.loaders.class_names)]
         require(
@@ -130,7 +131,7 @@ class Trainer:
         return Status.finished if self.step >= self.total_steps else Status.max_steps
 
     def train_epoch(self, epoch: int) -> bool:
-        """Train from the position in the epoch to its end, or to the launch's last step. False: stopped before that."""
+        """Train to the end of the epoch, or to the launch's last step. Return False if stopped before that."""
         began, start = time.perf_counter(), self.step % self.steps_per_epoch
         self.loaders.sampler.set_epoch(epoch, start)
         if start == 0:
@@ -155,7 +156,7 @@ class Trainer:
         return self.step == end
 
     def control_point(self, epoch: int, *, is_last: bool) -> bool:
-        """Log, save and stop where that is due. Return whether to stop, alike on all ranks."""
+        """Log and save if that is due. Return whether to stop, the same on all ranks."""
         step, sync = self.train_step, self.train_step.sync
         self.window.timer.enter("control point")
         if is_last:
@@ -181,7 +182,7 @@ class Trainer:
         return decision.stop
 
     def evaluate(self, epoch: int) -> bool:
-        """Evaluate and record the result. Return whether it is the best so far. Collective."""
+        """Evaluate and record the result. Return whether the accuracy is the best so far. Collective."""
         self.monitor.phase = "evaluation"
         model, dtype = self.train_step.models[-1], self.train_step.settings.autocast_dtype
         with averaged_statistics(model, self.world):
@@ -190,7 +191,7 @@ class Trainer:
         result = mean_over_ranks(self.results, self.world)
         digest, count = self.world.all_reduce(self.progress.digest.vector.clone()).tolist()
         self.progress.evaluation = result
-        # best.pt is chosen at epoch boundaries only, so that the end of a launch does not choose the best model.
+        # best.pt is chosen at epoch boundaries only, so that it does not depend on the step at which a launch ends.
         is_best = self.step % self.steps_per_epoch == 0 and result.top1 > self.progress.best_top1
         if is_best:
             self.progress.best_top1 = result.top1
@@ -206,7 +207,7 @@ class Trainer:
         return is_best
 
     def evaluation_batches(self) -> Iterator[Batch]:
-        """Yield the batches of this rank; each of them is progress."""
+        """Yield the batches of this rank; each batch counts as progress for the failure monitor."""
         for batch in self.loaders.eval:
             self.monitor.phase = "evaluation"
             yield batch
@@ -219,7 +220,7 @@ class Trainer:
         self.control.saved()
 
     def state_dict(self) -> State:
-        """Return the state from which training resumes; its tensors are in use, not copies. Collective."""
+        """Return the state from which training resumes; its tensors are not copies. Collective."""
         with averaged_statistics(self.train_step.models, self.world) as own:
             model, *averages = (tensors_of(model) for model in self.train_step.models)
         return {
@@ -239,12 +240,12 @@ class Trainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore `state`, at any world size; ConfigError if it is of another training, or of other data."""
+        """Restore `state`, saved at any world size; ConfigError if it is of another config or of other data."""
         check_changes(state["config"], to_builtins(self.config), run_dir=self.run_dir)
         require(
             state["data_fingerprint"] == self.loaders.fingerprint,
-            f"{self.run_dir} was trained on other images than data={self.config.data.name} has here: put the same "
-            "data there, choose name=… for a new run, or resume=never to start from step 0",
+            f"{self.run_dir} was trained on other images than data={self.config.data.name} has here: restore "
+            "the former images, choose name=… for a new run, or resume=never to start from step 0",
         )
         for model, saved in zip(self.train_step.models, (state["model"], state.get("ema")), strict=False):
             load_state(model, saved or {})
@@ -278,7 +279,7 @@ class Trainer:
         )
 
     def repeat_summary(self) -> Summary:
-        """Return the summary of the launch that trained the last step; evaluate again if it is lost."""
+        """Return the summary of the launch that trained the last step; evaluate again if summary.json is lost."""
         logger.info("%s: nothing left to train after step %d", self.status, self.step)
         text = self.world.broadcast_object(read_summary(self.run_dir, self.step) if self.world.is_main else "")
         if text:

@@ -64,7 +64,7 @@ def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(fault: str, tmp_path
     text = last_block(done.output)
     assert "(SIGKILL)" in text
     assert "rank 1 on" in text
-    assert "was lost (killed, perhaps by the kernel for want of memory), last seen in" in text
+    assert "was lost (killed, perhaps by the kernel because memory was full), last seen in" in text
     assert f"last good checkpoint: the newest in {tmp_path / 'run/checkpoints'}" in text
     assert re.search(r"to continue: torchrun --nproc_per_node=2 --master-port=\d+ -m ddp_trainer model=lenet", text)
     train_on(2, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2")

@@ -59,7 +59,7 @@ def begin_in_a_terminal(folder: str) -> tuple[str, list[str]]:
 def test_without_a_login_it_asks_nothing_and_records_offline(tmp_path: Path) -> None:
     [(output, [warning])] = on_ranks(1, begin_in_a_terminal, str(tmp_path))
     assert output == "end\r\n"
-    assert re.fullmatch(r"logger=wandb records offline \(.*No API key.*\); upload it by: wandb sync .*", warning)
+    assert re.fullmatch(r"logger=wandb records offline \(.*No API key.*\); upload with: wandb sync .*", warning)
     [records] = wandb_launches(tmp_path)
     assert sum(record.HasField("history") for record in records) == 1
 
