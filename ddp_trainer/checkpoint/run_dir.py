@@ -1,4 +1,4 @@
-"""The run directory: locked by one launch at a time, and only for the config that it was made for."""
+"""The run directory: locked by one launch at a time, and resumed only with the config that created it."""
 
 import errno
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from ddp_trainer.config.schema import Resume
 from ddp_trainer.distributed.files import lock_file, replace_text
 
 LOCK_SECONDS = 3.0
-"""How long a launch waits for the lock: a killed predecessor may take a moment to end."""
+"""How long a launch waits for the lock: an earlier launch that was killed may take a moment to end."""
 
 
 @contextmanager
 def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> Iterator[Path | None]:
     """Create and lock `run_dir`, rename a former run first if resume=never, and write `config` to config.yaml.
 
-    A directory without a checkpoint holds nothing of a run that could be lost, and accepts any config.
+    A directory without a checkpoint accepts any config, because no training can be lost.
     The lock is a file beside the directory, so that it stays valid when the directory is renamed; the kernel
-    releases it when this process ends, however it ends. Rank 0 only. Yields the new path of a run that was renamed.
+    releases it when this process ends, however it ends. Rank 0 only. Yields the new path of the renamed run, or None.
 
-    ConfigError if it cannot be written, belongs to another config, or has no checkpoint for resume=must;
-    TransientError if another launch is running in it, or the file system does not answer or has no locks.
+    ConfigError if `run_dir` cannot be written, belongs to another config, or has no checkpoint for resume=must;
+    TransientError if another launch is running in `run_dir`, or the file system does not answer or has no locks.
     """
     require(
         resume is not Resume.must or has_checkpoint(run_dir),
@@ -57,12 +57,12 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Return whether there is a step checkpoint, good or damaged."""
+    """Return whether `run_dir` has a step checkpoint, good or damaged."""
     return any((run_dir / "checkpoints").glob("step-*.pt"))
 
 
 def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) -> None:
-    """Check that two configs (as builtins) train alike; ConfigError names the keys that differ."""
+    """Check that two configs (as builtins) lead to the same training; ConfigError names the keys that differ."""
     changes = training_changes(old, new)
     require(
         not changes,

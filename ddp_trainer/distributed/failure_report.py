@@ -12,7 +12,7 @@ from pathlib import Path
 from ddp_trainer.distributed.environment import Environment
 
 REPORTED = "reported by FailureMonitor"
-"""The note of an error that needs no other report."""
+"""The note on an error that has been reported already."""
 RESUME_NEVER = re.compile(r""" +(['"]?)\+{0,2}resume=never\1(?= |$)""")
 
 

@@ -15,7 +15,7 @@ from ddp_trainer.config.errors import TransientError
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[BufferedRandom]:
-    """Yield a temporary file, which is synced to disk and renamed to `path` in the end; OSError leaves `path` as is."""
+    """Yield a temporary file, which is synced to disk and renamed to `path` at the end, or deleted after an error."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         with open(temporary, "w+b") as file:
@@ -29,13 +29,13 @@ def replace_file(path: Path) -> Iterator[BufferedRandom]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` by `replace_file`."""
+    """Write `text` to `path` with `replace_file`."""
     with replace_file(path) as file:
         file.write(text.encode())
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line of a file that is a JSON object with a ``step``, and the object; damaged lines are left out."""
+    """Yield each line that is a JSON object with an integer ``step``, and the object; skip all other lines."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
             record = json.loads(line)
@@ -53,7 +53,7 @@ def exclude_node(run_dir: Path, node: str) -> None:
 
 @contextmanager
 def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
-    """Lock `path` inside the context; TransientError, with the text `holder`, if another process has it for so long.
+    """Lock `path` inside the context; TransientError, with the text `holder`, if another process has it for `seconds`.
 
     The kernel releases the lock when this process ends, however it ends.
     """

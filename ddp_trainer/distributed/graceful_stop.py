@@ -12,11 +12,11 @@ from ddp_trainer.config.errors import ConfigError
 
 
 class GracefulStop:
-    """A flag that is set by SIGTERM, by SIGINT, or by a file that appears; ConfigError if its folder is unreadable.
+    """A flag that is set by SIGTERM, SIGINT or the stop file; ConfigError if the file's folder cannot be read.
 
-    A second SIGINT within a second ends the process at once. SIGHUP, of a terminal that was closed, is ignored; under
-    plain torchrun it stops too, because torchrun then ends its ranks. Use as a context manager: leaving it restores the
-    former signal handlers, and `is_set` keeps its value.
+    A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends, is ignored. Under
+    plain torchrun it sets the flag, because torchrun then ends its ranks. Use as a context manager: leaving it restores
+    the former signal handlers, and `is_set` keeps its value.
     """
 
     def __init__(self, stop_file: Path | None = None, *, under_torchrun: bool = False) -> None:
@@ -51,7 +51,7 @@ class GracefulStop:
         self.is_set = True
 
     def poll(self) -> bool:
-        """Return whether to stop, after a look for the stop file."""
+        """Return whether to stop. Checks whether the stop file exists."""
         if not self.is_set and self.stop_file is not None:
             self.is_set = os.path.exists(self.stop_file)  # false if the file system does not answer
         return self.is_set

@@ -26,8 +26,8 @@ def keep_freed_memory() -> None:
 def disable_gc() -> Iterator[None]:
     """Disable garbage collection inside the context, because importing torch takes 0.5 s less CPU time without it.
 
-    If torch was imported inside, later collections skip all objects of that moment. They do not skip later ones: a DDP
-    module that is never collected aborts the interpreter at exit.
+    If torch was imported inside, later collections skip all objects that exist at the end of the context. They do not
+    skip newer objects, because a DDP module that is never collected aborts the interpreter at exit.
     """
     was_enabled, had_torch = gc.isenabled(), "torch" in sys.modules
     gc.disable()

@@ -18,7 +18,7 @@ def seed_device(device: torch.device, seed: int) -> None:
     """Seed torch's own generators of the CPU and of GPUs; `torch.manual_seed`, for all, takes 30 times as long."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed_all(seed)  # sync=replicas and data_parallel use several
+        torch.cuda.manual_seed_all(seed)  # sync=replicas and data_parallel use several GPUs
 
 
 def generator(seed: int, *, epoch: int = 0, step: int = 0, purpose: str) -> torch.Generator:

@@ -29,7 +29,7 @@ With NCCL a collective returns at once, and the host waits where it reads the re
 QUIT_SECONDS = 1.5
 """How long a process may take to write its stacks after SIGQUIT."""
 BUSY_SHARE = 0.1
-"""A thread that uses more of a core than this computes, on a machine that may have more ranks than cores."""
+"""A thread computes if it uses more than this share of a core; the share is low because ranks may share cores."""
 MAX_FRAMES, MAX_COLLECTIVES, MAX_RANKS = 40, 3, 8
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -43,28 +43,28 @@ class RankStatus:
     phase: str
     step: int
     heartbeat: float = 0.0
-    """The time of the heartbeat, in unix seconds: each one has another."""
+    """The time of the heartbeat, in unix seconds: different for each heartbeat."""
     idle_seconds: float = 0.0
-    """How long it has neither gone on to another phase nor computed."""
+    """How long the rank has neither entered a phase nor computed."""
     still_seconds: float = 0.0
-    """How long it has not gone on to another phase."""
+    """How long the rank has not entered a phase."""
     frames: Sequence[str] = ()
-    """Of its main thread, as ``file:line in function``, the innermost first; empty if unknown."""
+    """The frames of its main thread, as ``file:line in function``, the innermost first; empty if unknown."""
     collectives: Sequence[str] = ()
     """Its last collectives, the newest last; empty if unknown."""
 
     def line(self, failure: str) -> str:
-        """Return one line of a report."""
+        """Return one line of a report: the rank, then `failure`, then its phase and step."""
         return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for other ranks, as far as its innermost frame shows."""
+        """Whether the rank waits for other ranks, as far as its innermost frame shows."""
         return any(part in frame for frame in self.frames[:1] for part in WAITS)
 
     @property
     def place(self) -> str:
-        """The innermost frame outside of Python's and torch's own files, else the innermost."""
+        """The innermost frame outside of Python's and torch's own files, else the innermost frame."""
         own = [frame for frame in self.frames if not is_library(frame)]
         return [*own, *self.frames, "an unknown place"][0]
 
@@ -76,10 +76,10 @@ class RankStatus:
 
 
 class ProgressClock:
-    """Measures how long the main thread has stood still, and how long of that without computing.
+    """Measures how long the main thread has made no progress, and how long of that it has not computed either.
 
-    The main thread adds 1 to `count` with everything that it does; another thread calls `update`. can_be_busy: whether
-    CPU time is a sign of computing; a thread that waits for a GPU uses it too.
+    The main thread adds 1 to `count` with each progress; another thread calls `update`. can_be_busy: whether CPU time
+    is a sign of computing; on a GPU it is not, because a thread that waits for a GPU uses CPU time too.
     """
 
     def __init__(self, *, can_be_busy: bool) -> None:
@@ -89,7 +89,7 @@ class ProgressClock:
         self._last_count, self._last_cpu = 0, 0.0
 
     def update(self, elapsed: float) -> None:
-        """Note whether there was progress in the last `elapsed` seconds."""
+        """Record whether there was progress in the last `elapsed` seconds."""
         count, cpu = self.count, time.clock_gettime(self._clock)
         if count != self._last_count:
             self.idle_seconds = self.still_seconds = 0.0
@@ -101,14 +101,14 @@ class ProgressClock:
 
 
 def is_library(frame: str) -> bool:
-    """Return whether `frame` belongs to Python, to torch or to this package's way of waiting."""
+    """Return whether `frame` belongs to Python, to torch or to the files of this package that wait for other ranks."""
     is_installed = "/site-packages/" in frame or "/dist-packages/" in frame
     is_python = frame.startswith(("<", os.path.dirname(os.__file__) + "/")) and not is_installed
     return is_python or any(part in frame for part in ("/torch/", *WAITS))
 
 
 def with_stack(status: RankStatus) -> RankStatus:
-    """Return the status of this process with the stack of its main thread, and its last collectives."""
+    """Return `status`, of this process, with the stack of its main thread and its last collectives added."""
     top = sys._current_frames()[threading.main_thread().ident or 0]
     entries = islice(traceback.walk_stack(top), MAX_FRAMES)
     frames = [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in entries]
@@ -135,7 +135,7 @@ class StackFile:
         return self.size > size
 
     def close(self) -> None:
-        """Restore what SIGQUIT did before."""
+        """Restore the former effect of SIGQUIT, and close the file."""
         faulthandler.unregister(signal.SIGQUIT)
         self.file.close()
 
@@ -152,11 +152,11 @@ class RankProcess:
 
     @property
     def path(self) -> Path:
-        """Its `StackFile` on its host."""
+        """The path of its `StackFile`, on its host."""
         return Path(f"/proc/{self.pid}/fd/{self.stack_file}")
 
     def is_alive(self) -> bool:
-        """Return whether it runs on this host as the same user; its number alone may be that of another process."""
+        """Return whether it runs on this host as this user. Its `pid` alone may belong to another process by now."""
         try:
             return self.host == socket.gethostname() and StackFile.NAME in os.readlink(self.path)
         except OSError:  # it has ended, or belongs to somebody else
@@ -182,15 +182,16 @@ class RankProcess:
 
 
 def parse(text: str) -> list[str]:
-    """Return the frames of the main thread from what faulthandler wrote: it is the last thread."""
+    """Return the frames of the main thread, which is the last thread in the `text` of faulthandler."""
     last = text.rpartition("(most recent call first):")[2]
     return [f"{file}:{line} in {name}" for file, line, name in FRAME.findall(last)]
 
 
 def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
-    """Return the ranks that the others wait for; [] if all wait in one place.
+    """Return the ranks that the others wait for; [] if all ranks wait in one place.
 
-    They are those that do not wait, else all; of these those at the lowest step; of these the fewest in one place.
+    Of the ranks that do not wait, or of all ranks if all wait, they are the ranks at the lowest step. If these are in
+    several places, only the ranks in the place with the fewest ranks are returned.
     """
     places = Counter((stack.phase, stack.place) for stack in stacks)
     order = [(stack.is_waiting, stack.step, places[stack.phase, stack.place]) for stack in stacks]
@@ -199,7 +200,7 @@ def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
-    """Return a line for each place where ranks are, those that the others wait for first."""
+    """Return a line for each place in the code where ranks are, first for the ranks that the others wait for."""
     groups: dict[tuple[str, int, str], list[int]] = {}
     absent = {stack.rank for stack in absent_ranks(stacks)}
     for stack in sorted(stacks, key=lambda stack: (stack.rank not in absent, stack.rank)):
@@ -224,5 +225,5 @@ def last_collectives() -> list[str]:
             f"{'' if entry['state'] == 'scheduled' else ' ' + entry['state']}"
             for entry in entries[-MAX_COLLECTIVES:]
         ]
-    except Exception:  # of another version of torch: the report goes without
+    except Exception:  # another version of torch may lack this; the report is then shorter
         return []

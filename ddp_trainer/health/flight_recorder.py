@@ -1,4 +1,4 @@
-"""The last minutes of this rank, kept in memory, and written to the run directory when the job fails."""
+"""The times and memory of this rank's last minutes, kept in memory and written to a file when the job fails."""
 
 import json
 import time
@@ -12,15 +12,15 @@ from ddp_trainer.distributed.files import replace_text
 
 FLIGHT_DIR = "flight"
 ROW_SECONDS = 0.5
-"""Steps that are shorter share a row."""
+"""The shortest time that a row covers; shorter steps share a row."""
 MAX_ROWS = 600
-"""Five minutes at least, in some 100 kB."""
+"""So many rows cover at least five minutes, in about 100 kB."""
 
 Row = dict[str, Any]
 
 
 class FlightRecorder:
-    """The ring buffer. phases: the names of the times of a step."""
+    """A ring buffer of rows. phases: the names of the phases of a step, in the order of their times."""
 
     def __init__(self, run_dir: Path, phases: Sequence[str], *, rank: int) -> None:
         self.path, self.phases = run_dir / FLIGHT_DIR / f"rank-{rank:05}.jsonl", phases
@@ -29,7 +29,7 @@ class FlightRecorder:
         self._seconds = [0.0] * len(phases)
 
     def add(self, step: int, steps: Sequence[Sequence[float]], **values: float) -> None:
-        """Add the seconds of each phase in the last steps up to optimizer step `step`, and what was measured there."""
+        """Add the seconds of each phase in the last steps, which end with step `step`, and `values` measured then."""
         self._values = values
         for number, seconds in enumerate(steps, start=step - len(steps) + 1):
             self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
@@ -44,7 +44,7 @@ class FlightRecorder:
         return row | dict(zip(self.phases, times, strict=True)) | self._values
 
     def write(self) -> None:
-        """Write what is known to the run directory, from any thread; a full disk loses it."""
+        """Write all rows to the run directory, from any thread; on a full disk they are lost."""
         rows = [*tuple(self.rows), *([self._row()] if self._steps else [])]
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)

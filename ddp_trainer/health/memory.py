@@ -9,9 +9,9 @@ from torch import Tensor
 
 MIB = 2**20
 GROWTH_EPOCHS = 5
-"""Memory that has grown in each of so many epochs in a row is warned about, if it has grown enough."""
+"""A warning is logged if memory has grown in each of so many epochs in a row, and enough in total."""
 GROWTH_MB, GROWTH_SHARE = 64.0, 0.1
-"""Enough is both of these, the second of what it was before."""
+"""Enough is at least so many MiB and at least this share of the memory before these epochs."""
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -39,18 +39,18 @@ def current_memory_mb(device: torch.device) -> float:
 
 
 class MemoryGrowth:
-    """Finds the rank whose memory grows in every epoch, as it does when something is kept for ever."""
+    """Finds the rank whose memory grows in every epoch, for example because tensors are never freed."""
 
     def __init__(self) -> None:
         self.epoch: int | None = None
         self.ends: list[Tensor] = []
-        """The memory of all ranks at the ends of epochs, the last of them of the current epoch so far."""
+        """The memory of all ranks at the ends of epochs; the last entry is the newest value of the current epoch."""
 
     def add(self, epoch: int, memory_mb: Tensor) -> tuple[int, float, float] | None:
-        """Add the memory of all ranks, float64 [W]. Return a rank with the MiB that it had and has now, or None.
+        """Add the memory of all ranks, float64 [W]. Return a rank that grows, with its MiB before and after, or None.
 
-        A rank is returned when it has grown in each of the last GROWTH_EPOCHS epochs, and then not before it has done
-        so again.
+        Its memory must have grown in each of the last GROWTH_EPOCHS epochs. After that, the count of epochs begins
+        again.
         """
         if epoch == self.epoch:
             self.ends[-1] = memory_mb

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 READ_SECONDS = 10.0
-"""The files are read so often at most."""
+"""The shortest time between two reads of the files."""
 
 
 class Sensors:
-    """The sensors of the device of this rank. sys: where Linux shows those of the processor."""
+    """The sensors of the device of this rank. sys: the folder in which Linux shows the processor's sensors."""
 
     def __init__(self, device: torch.device, *, sys: Path = Path("/sys")) -> None:
         self.device = device
@@ -23,7 +23,7 @@ class Sensors:
     def read(self) -> tuple[float, float]:
         """Return the highest temperature in degrees Celsius, and how often heat has slowed the processor; 0 if unknown.
 
-        The number counts from the construction of this object.
+        Slowdowns are counted from the construction of this object.
         """
         if time.monotonic() >= self._next:
             throttled = sum(map(read_number, self.counters)) - self._throttled_before

@@ -1,4 +1,4 @@
-"""Finds the straggler: the rank whose own work takes longer than that of the others, which wait for it."""
+"""Finds the straggler: the rank whose own work takes longer than the work of the other ranks, which wait for it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 NAMED, CLEARED = 0.08, 0.04
-"""A rank is named when its steps, or a phase of them, take so much longer, and cleared below the second.
+"""A rank is named if its steps, or a phase of them, take longer by `NAMED`, until its steps are below `CLEARED`.
 
-Both are shares of the time of a step, and compared with the median of the other ranks."""
+Both are shares of the time of a step. The rank is compared with the median of the other ranks."""
 SAMPLE_SECONDS = 0.5
-"""A sample is at least so long: shorter ones show how the kernel schedules processes."""
+"""The shortest length of a sample: shorter samples would show how the kernel schedules processes."""
 WINDOWS = {3: 3, 11: 7, 45: 24}
-"""The mean of 3, 11 or 45 samples in a row decides: a short window is quick, a long one sees through noise.
+"""The mean of 3, 11 or 45 samples in a row decides: a short window is quick, a long window averages noise out.
 
-At least 3, 7 or 24 of them must be above `EACH`, because one long pause is no straggler."""
+At least 3, 7 or 24 of these samples must be above `EACH`, so that one long pause names no rank."""
 EACH = 0.05
 MIN_PAST, MAX_PAST = 7, 20
-"""The noise of the machine is measured in so many times the length of a window, before it."""
+"""The noise is measured before a window, over at least and at most this many times the window's length."""
 NOISE_FACTOR = 5.0
-"""A window must be slower by so many times what 9 of 10 windows before are above their median."""
+"""A window must be this many times as slow as noise: the 90th percentile of earlier windows, less their median."""
 PHASE_MARGIN = 2.0
-"""Another phase than the longest, or than the one that is named, has to cost so many times more to be named."""
+"""A phase other than the longest or already named one is named if the rank loses this many times more in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank that slows all."""
+    """The rank that slows down all ranks."""
 
     rank: int
     phase: str
-    """The longest phase, or the one in which it loses far more (`PHASE_MARGIN`)."""
+    """The longest phase, or the phase in which the rank loses far more time (`PHASE_MARGIN`)."""
     slowdown: float
-    """Its own time of a step over the median of the other ranks, less 1."""
+    """The rank's own time per step, divided by the median of the other ranks, minus 1."""
     since: int
     """The optimizer step after which it was first this slow."""
 
@@ -45,9 +45,9 @@ class Sample:
 
     begin: int
     slowdown: Tensor
-    """float64 [W, 2 P + 1]: by which share of a step each is longer than that of the others.
+    """float64 [W, 2 P + 1]: by which share of a step each time of a rank is longer than on the other ranks.
 
-    Of the phases, of their time off processors, and of the step."""
+    The times are those of the P phases, the parts of them on no processor, and the time of the step."""
     longest: int
     """The phase in which the ranks spend most time."""
 
@@ -56,9 +56,9 @@ class StragglerFinder:
     """Compares the own times of ranks, over windows of samples.
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
-    only if it is slow both by the step and by the image, so that a larger share of the batch is no fault. How much
-    slower it must be is `NAMED`, and more on a machine whose ranks differ from one moment to the next. The time for
-    which a rank is on no processor is compared separately, because it depends less on what else the machine does.
+    only if both its time per step and its time per image are longer, so that a larger share of the batch is no fault.
+    They must be longer by `NAMED`, and by more on a machine where the times of ranks vary. The time in which a rank is
+    on no processor is compared separately, because it depends less on the other work of the machine.
     """
 
     def __init__(self, phases: Sequence[str], shares: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class StragglerFinder:
     def add(self, seconds: Tensor, *, begin: int) -> None:
         """Add the own times of steps in a row, the first of which followed optimizer step `begin`.
 
-        seconds: float64 [W, 2 P], of each phase, then those of them off processors.
+        seconds: float64 [W, 2 P], of each phase, then of the part of each phase on no processor.
         """
         self._begin = begin if self._begin is None else self._begin
         self._seconds = self._seconds + seconds
@@ -98,11 +98,11 @@ class StragglerFinder:
             self._samples.clear()
 
     def _slow_rank(self, window: Tensor) -> int | None:
-        """Return the rank that is slow in a window of slowdowns, [samples, W, 2 P + 1], not just by noise, or None."""
+        """Return the rank that is slower than by noise in a window of slowdowns, [samples, W, 2 P + 1], or None."""
         length, excess = len(window), level(window)
         is_slow = (excess >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (excess[:, -1:] > EACH)
         past = list(self._past[length])
-        past = past[:-length] if self.found is None else past  # without those that share samples with this one
+        past = past[:-length] if self.found is None else past  # without windows that overlap with this one
         if not is_slow.any() or len(past) < MIN_PAST * length:
             return None
         before = torch.stack(past)
@@ -111,10 +111,10 @@ class StragglerFinder:
         return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
-        """Name `rank`, by its `slowdown`, [2 P + 1], in a window of so many samples from `first` on, and a phase."""
+        """Set `found` to `rank` and a phase, by its `slowdown`, [2 P + 1], in `length` samples from `first` on."""
         since, named = first.begin, first.longest
         if self.found is None:
-            for past_length, past in self._past.items():  # the last windows have samples of the straggler
+            for past_length, past in self._past.items():  # the last windows have samples of the slow rank
                 for _ in range(min(past_length, len(past))):
                     past.pop()
         elif self.found.rank == rank:
@@ -126,13 +126,13 @@ class StragglerFinder:
 
 
 def level(window: Tensor) -> Tensor:
-    """Return the mean over a window, [samples, …]; of the shortest the median if that is smaller."""
+    """Return the mean over a window, [samples, …]; in the shortest window the median, if it is smaller."""
     mean = window.mean(0)
     return torch.minimum(mean, window.median(0).values) if len(window) == min(WINDOWS) else mean
 
 
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
-    """Return by how much each rank is slower than the median of the others. seconds: [W, 2 P], shares: [W]."""
+    """Return a sample: how much slower each rank is than the median of the others. seconds: [W, 2 P], shares: [W]."""
     own = seconds[:, : seconds.shape[1] // 2]
     with_total = torch.cat([seconds, own.sum(1, keepdim=True)], 1)
     per_step = with_total - median_of_others(with_total)

@@ -1,4 +1,4 @@
-"""Log messages: rank 0's on the console and in train.log, other ranks' warnings on the console; the progress bar."""
+"""Log messages of rank 0 on the console and in train.log, warnings of other ranks on the console; the progress bar."""
 
 import logging
 import sys
@@ -14,12 +14,12 @@ PACKAGE = logging.getLogger("ddp_trainer")
 
 
 class DroppedHandler(logging.Handler):
-    """A handler that drops itself when its output is lost: a closed terminal or a full disk never ends a training."""
+    """A handler that removes itself if it cannot write: a closed terminal or a full disk never ends a training."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Remove this handler and say so on those that are left. Called inside of `emit`'s except clause."""
+        """Remove this handler and log that to the remaining handlers. Called inside `emit`'s except clause."""
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # rich's answer to a pipe without a reader
+        if isinstance(error, SystemExit):  # rich raises it for a pipe without a reader
             error = error.__context__
         if not isinstance(error, OSError | ValueError):  # ValueError: the stream is closed, or lacks a character
             raise
@@ -61,7 +61,7 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
     finally:
         for handler in handlers:
             PACKAGE.removeHandler(handler)
-            with suppress(OSError):  # what is buffered of a lost output
+            with suppress(OSError):  # buffered text of an output that was lost
                 handler.close()
 
 
@@ -69,7 +69,7 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
 def progress_bar(text: str, *, step: int, steps: int, enabled: bool) -> Iterator[Callable[[], None]]:
     """Show a progress bar from `step` to `steps` inside the context, if `enabled` and on a terminal.
 
-    Yields a function that moves the bar by one step, or does nothing.
+    Yields a function that moves the bar by one step, or does nothing if there is no bar.
     """
     if not (enabled and get_console().is_terminal):
         yield lambda: None

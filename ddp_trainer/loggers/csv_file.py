@@ -25,7 +25,7 @@ Row = Mapping[str, object]
 
 
 class CsvLogger(Logger):
-    """Appends a row to metrics.csv. A record with a new tag replaces the file by one with another column."""
+    """Appends a row to metrics.csv. A record with a new tag replaces the file by one with an additional column."""
 
     def __init__(self, config: CsvConfig, run_dir: Path) -> None:
         self.path = run_dir / "metrics.csv"
@@ -46,7 +46,7 @@ class CsvLogger(Logger):
         self.pending = []
 
     def replace(self, new_rows: Sequence[Row], *, last_step: int | None = None) -> None:
-        """Replace the file by one with its whole rows, up to `last_step`, with `new_rows`, and with all columns."""
+        """Replace the file by one with its undamaged rows up to `last_step`, then `new_rows`, and with all columns."""
         columns, rows = read_rows(self.path) if self.path.exists() else ([], [])
         if not columns and self.path.exists() and self.path.stat().st_size > 0:
             damaged = self.path.with_name("metrics.csv.damaged")
@@ -61,14 +61,14 @@ class CsvLogger(Logger):
 
 
 def to_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return `rows` as lines of CSV; a value that a row does not have is empty."""
+    """Return `rows` as lines of CSV; the field of a value that a row does not have is empty."""
     text = io.StringIO()
     csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns of metrics.csv, and its whole rows by column; no columns if the header is damaged."""
+    """Return the columns of metrics.csv, and its undamaged rows by column; no columns if the header is damaged."""
     whole_lines = path.read_bytes().decode("utf-8-sig", errors="replace").rpartition("\n")[0]
     reader = csv.reader(io.StringIO(whole_lines, newline=""), strict=True)
     columns: list[str] = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Logger):
-    """Writes ``tensorboard/`` in the run directory. After a failed write, on a full disk say, a new file is begun."""
+    """Writes ``tensorboard/`` in the run directory. After a failed write, as on a full disk, it begins a new file."""
 
     def __init__(self, config: TensorBoardConfig, run_dir: Path) -> None:
         self.folder = run_dir / "tensorboard"
@@ -21,7 +21,7 @@ class TensorBoardLogger(Logger):
         self.writer: SummaryWriter | None = None
 
     def start(self, step: int) -> None:
-        # For the first launch too: one that was killed before its first checkpoint starts again from step 0.
+        # Also at step 0, because a launch that was killed before its first checkpoint may have left records.
         self.purge_step = step + 1
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
@@ -58,6 +58,6 @@ class TensorBoardLogger(Logger):
             self.purge_step = None
         try:
             add(self.writer)
-        except Exception:  # raised by the writer's thread at a former call; that thread has ended
+        except Exception:  # the writer's thread failed in an earlier call, and has ended
             self.writer = None
             raise

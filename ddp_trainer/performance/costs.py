@@ -1,6 +1,6 @@
-"""The cost of communication by arithmetic: the bytes that a strategy sends, and a model of the time of its steps.
+"""The calculated cost of communication: the bytes that a strategy sends, and a model of the time of its steps.
 
-Source: Hockney, The Communication Challenge for MPP, 1994 (a message costs its latency, and its size over the
+Source: Hockney, The Communication Challenge for MPP, 1994 (a message takes its latency plus its size divided by the
 bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for DDP's buckets and their overlap.
 """
 
@@ -32,13 +32,13 @@ VARIANTS: dict[str, SyncConfig] = {
     "ring": RingConfig(),
     "parameter_server, 1": ParameterServerConfig(),
 }
-"""The options with which benchmark and plan show a strategy, by name in their tables."""
+"""The configs of the strategies in the tables of benchmark and plan, by their name there."""
 
 
 def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int) -> float | None:
-    """Return the mean over ranks of the bytes that one sends in a step, for float32 gradients of `shapes`.
+    """Return how many bytes a rank sends in a step, as a mean over ranks, for float32 gradients of `shapes`.
 
-    None for a strategy from a plug-in. The optimizer keeps `num_state_tensors` for each parameter: 1 for momentum.
+    None for a strategy from a plug-in. The optimizer keeps `num_state_tensors` per parameter, for momentum 1.
 
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009
     (doi 10.1016/j.jpdc.2008.09.002): in an all-reduce (W - 1) / W of the bytes are sent and received, twice.
@@ -81,7 +81,7 @@ class Compute:
 
     batch: int
     shapes: list[Shape]
-    """Of the parameters that need a gradient."""
+    """The shapes of the parameters that need a gradient."""
     forward_backward: float
     per_image: float
     """How much longer forward and backward take with one more image."""
@@ -90,7 +90,7 @@ class Compute:
     ready: list[float]
     """When the gradient of each parameter is ready, counted from the beginning of forward."""
     copy: float
-    """Copying all gradients into one vector and back; dividing or adding them takes a tenth of it, and is left out."""
+    """Copying all gradients into one vector and back. Dividing or adding them takes a tenth of that: not counted."""
     ddp_overhead: dict[str, float]
     """By communication hook: how much longer forward and backward take inside DDP on one rank."""
 
@@ -105,10 +105,10 @@ class Network:
     """The cost of messages. Seconds, and bytes per second in each direction."""
 
     latency: float
-    """Of one round of a collective."""
+    """The latency of one round of a collective."""
     bandwidth: float
     per_collective: float = 0.0
-    """The host's time for one of many collectives, besides its latency."""
+    """The host's time for each of many collectives, in addition to the latency."""
 
     def all_reduce(self, size: float, world_size: int) -> float:
         """Return the seconds of an all-reduce of `size` bytes around a ring of `world_size` ranks."""
@@ -118,8 +118,8 @@ class Network:
 def predict(strategy: str, compute: Compute, network: Network, world_size: int) -> dict[str, Any]:
     """Return the predicted step of a strategy of `VARIANTS`, in seconds, with `compute.batch` images on each rank.
 
-    `exposed` is how much longer it takes than that of a single rank. Its efficiency is the step of a single rank over
-    this one; 1 is linear scaling.
+    `exposed` is how much longer the step takes than the step of a single rank. `efficiency` is the time of a single
+    rank's step divided by the time of this step; 1 is linear scaling.
     """
     all_reduce, num_gradients = network.all_reduce(compute.size, world_size), len(compute.shapes)
     match config := VARIANTS[strategy]:

@@ -10,11 +10,11 @@ from ddp_trainer.performance.timing import synchronize
 MATMUL, BANDWIDTH = "matrix product", "memory bandwidth"
 UNITS = {MATMUL: "GFLOP/s", BANDWIDTH: "GB/s"}
 SECONDS = 3.0
-"""How long each is measured: long enough for a clock that falls with heat, and for what else runs now and then."""
+"""How long each speed is measured: long enough to include a clock that heat slows down, and other programs."""
 
 
 def measure_fitness(device: torch.device, *, num_threads: int) -> dict[str, float]:
-    """Return the 10^9 operations of a matrix product of float32, and the GB read and written, per second."""
+    """Return the GFLOP/s of a float32 matrix product, and the GB/s that a copy reads and writes together."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     size, length = (8192, 2**26) if device.type == "cuda" else (1024, 2**25)
@@ -41,7 +41,7 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
 
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
-    """Return the fitness of this node: with `use_gpus` that of its slowest GPU, if it has one, else of its cores."""
+    """Return the lowest speeds of all GPUs of this node; without GPUs or without `use_gpus`, those of its cores."""
     num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]

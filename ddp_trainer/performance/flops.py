@@ -1,7 +1,7 @@
-"""Utilization: the floating-point operations of the training per second, over those that the hardware can do.
+"""Utilization: the floating-point operations per second of the training, divided by those of the hardware.
 
-Over the rated peak of a GPU it is model FLOPs utilization (MFU). Over a matrix product measured on the same hardware,
-which every processor has, it is called matmul utilization here.
+Divided by the rated peak of a GPU, it is model FLOPs utilization (MFU). Divided by the speed of a matrix product that
+is measured on the same GPU or CPU, it is called matmul utilization here.
 
 Source: Chowdhery et al., PaLM, 2022 (arXiv 2204.02311), appendix B.
 """
@@ -24,15 +24,15 @@ RATED_TFLOPS = {
 }  # fmt: skip
 """Dense peak of 16-bit and of float32 numbers by the data sheets, in 10^12 operations per second.
 
-Where a sheet gives it with sparsity, half of that. A GPU is the first entry whose words are all in its name, for
-example NVIDIA A100-SXM4-80GB.
+If a sheet gives the peak with sparsity, it is half of that. A GPU is the first entry whose words are all in the name
+of the GPU, for example NVIDIA A100-SXM4-80GB.
 """
 BEFORE_AMPERE = ("V100 PCIE", "V100", "T4")
 """The GPUs that multiply neither bfloat16 nor TF32; the others multiply TF32 at half the rate of 16-bit numbers."""
 
 
 class Utilization:
-    """The share of a device's peak that training uses. Nothing is counted or measured before it is asked for."""
+    """The share of a device's peak that training uses. Operations and speeds are measured when first needed."""
 
     def __init__(
         self, model: nn.Module, image_shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype | None
@@ -44,13 +44,13 @@ class Utilization:
         """Floating-point operations of forward and backward for one image; None if they cannot be counted."""
         try:
             return training_flops(self.model, self.image_shape)
-        except Exception as error:  # a model of a plug-in may need values, or a device, and raise anything without
+        except Exception as error:  # a plug-in's model may need values, or a device, and raise anything without them
             reason = str(error).partition("\n")[0]
             logger.info("utilization is unknown: the operations of the model cannot be counted (%s)", reason)
             return None
 
     def of_matmul(self, images_per_second: float) -> float | None:
-        """Return the share of the speed of a matrix product, which the other ranks measure at the same time."""
+        """Return the matmul utilization; None if the operations are unknown. All ranks call this at the same time."""
         if self.flops_per_image is None:
             return None
         tf32, num_threads = torch.backends.cudnn.allow_tf32, torch.get_num_threads()
@@ -65,9 +65,9 @@ class Utilization:
 
 
 def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the rated operations per second of the GPU called `name`; None if unknown, or if it is a part of a GPU.
+    """Return the rated operations per second of the GPU called `name`; None if unknown, or for a part of a GPU (MIG).
 
-    With `tf32` float32 stands for TF32, in which cuDNN computes the convolutions of float32 tensors by default.
+    With `tf32`, float32 means TF32, because cuDNN by default computes the convolutions of float32 tensors in TF32.
     """
     words = set(name.upper().replace("-", " ").split())
     gpu = next((gpu for gpu in RATED_TFLOPS if words.issuperset(gpu.split())), None)
@@ -81,7 +81,7 @@ def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
 
 def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
     """Return the operations of forward and backward for an image [C, H, W]; a multiply-add counts as two."""
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton where there is one
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton if it is installed
 
     twin = copy.deepcopy(model).to("meta")  # shapes without values
     images = torch.empty(2, *image_shape, device="meta")
@@ -92,7 +92,7 @@ def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
 
 @cache  # the runs of a sweep share it
 def measure_matmul(device: torch.device, dtype: torch.dtype, *, tf32: bool, num_threads: int) -> float:
-    """Return the operations per second of a matrix product (the median of five), one of float32 in TF32 if `tf32`.
+    """Return the operations per second of a matrix product (the median of five); if `tf32`, float32 is done in TF32.
 
     `num_threads`, the number of threads that torch uses now, is part of the cache's key.
     """

@@ -27,7 +27,7 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "between steps")
 
 
 class Instant(NamedTuple):
-    """The clock of the host, the time for which the thread has been on a processor, and on a GPU the stream's event."""
+    """A time: the clock of the host, the CPU time of the thread, and on a GPU an event of the stream."""
 
     clock: float
     on_processor: float
@@ -38,7 +38,7 @@ class StepTimer:
     """The time of a log window by phase, from the host's clock on a CPU and from events of the stream on a GPU.
 
     Communication is the part that does not overlap with computing: for DDP the time from the last gradient to the end
-    of backward, for a strategy that communicates after backward all of it.
+    of backward, for a strategy that communicates after backward all of its communication.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -53,20 +53,20 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window. Its steps have been counted by `own_times`, or are not to be."""
+        """Begin a new window, without the steps of the old one; `own_times` does not return them any more."""
         self.steps = 0
         self.begins: list[tuple[str, Instant]] = [("between steps", self._now())]
         self.ready: Instant | None = None
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`, one of `PHASES`."""
-        if self.ready is not None:  # of the last backward, with gradient accumulation
+        if self.ready is not None:  # from the last backward, with gradient accumulation
             self.begins.append(("gradient sync", self.ready))
         self.begins.append((phase, self._now()))
         self.ready = None
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield from `batches`; the time until each is there counts as the data phase."""
+        """Yield from `batches`; the time until each batch is there counts as the data phase."""
         self.enter("data")
         for batch in batches:
             self.enter("between steps")
@@ -75,10 +75,10 @@ class StepTimer:
             self.enter("data")
 
     def own_times(self) -> list[list[float]]:
-        """Return for each step of the window the seconds of each of `OWN_PHASES`, then those of them off processors.
+        """Return for each step of the window the seconds of each of `OWN_PHASES`, then their parts on no processor.
 
-        The second are those in which this thread waited, was stopped, or had to leave its core to another; 0 on a GPU,
-        where this waits for the device. A step begins where its data phase does.
+        In these parts this thread waited, was stopped, or another thread used its core. On a GPU they are 0, and this
+        call waits for the device. A step begins with its data phase.
         """
         self.enter("control point")
         steps: list[list[float]] = []
@@ -111,7 +111,7 @@ class StepTimer:
         return tags
 
     def median_rate(self) -> float | None:
-        """Return the median over windows, in images per second; None before the end of the first."""
+        """Return the median over windows, in images per second; None before the end of the first window."""
         return statistics.median(self.rates) if self.rates else None
 
     def _now(self) -> Instant:
@@ -125,7 +125,7 @@ class StepTimer:
 
 
 def elapsed(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end`, on a GPU those of the device, for which this waits."""
+    """Return the seconds from `start` to `end`; on a GPU, wait for the device and return the seconds on it."""
     if start.event is None or end.event is None:
         return end.clock - start.clock
     end.event.synchronize()

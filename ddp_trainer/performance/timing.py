@@ -1,4 +1,4 @@
-"""The time of function calls, with the work that they start on a GPU."""
+"""The time of function calls, including the work that they start on a GPU."""
 
 import statistics
 import time
@@ -21,6 +21,6 @@ def median_seconds(function: Callable[[], Any], device: torch.device, *, times: 
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work; a CPU always has."""
+    """Wait until a GPU has finished its work; on a CPU, return at once."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

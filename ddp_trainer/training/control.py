@@ -12,7 +12,7 @@ from ddp_trainer.distributed.process_group import World
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 
 CONTROL_SECONDS = 1.0
-"""Control points are at log points, and at least about this often where steps are slow."""
+"""Control points are at log points, and about every so many seconds (after every step if a step takes longer)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +30,14 @@ class Decision:
     """Mean over all ranks and the steps of the log window so far."""
     top1: float
     by_rank: Tensor
-    """float64 [W, n]: at a log point the numbers that each rank reports about itself."""
+    """float64 [W, n]: the n numbers that each rank reports about itself at a log point; n is 0 elsewhere."""
 
 
 class ControlPoint:
-    """Decides, alike on all ranks, when to log, save and stop.
+    """Decides when to log, save and stop. All ranks get the same decision.
 
-    A control point is the only place in an epoch, besides the gradients, where ranks communicate or the host waits
-    for the device: flags and sums travel in one all-reduce.
+    Apart from the exchange of gradients, a control point is the only place in an epoch where ranks communicate or the
+    host waits for the device: one all-reduce has all flags and sums.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ControlPoint:
         self.saved_at, self.is_save_postponed = time.perf_counter(), False
 
     def begin(self, step: int) -> None:
-        """Begin an epoch, or its rest, after optimizer step `step`. The first step after it is a control point."""
+        """Begin or resume an epoch after optimizer step `step`. The first step after it is a control point."""
         self.next_step, self.last_step, self.last_time = step, step, time.perf_counter()
 
     def saved(self) -> None:
@@ -65,10 +65,10 @@ class ControlPoint:
         self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite, num_bad_samples: int = 0,
         own_report: Callable[[], list[float]] = list,
     ) -> Decision | None:  # fmt: skip
-        """Return what to do after optimizer step `step`, the same on every rank; None: no control point is due.
+        """Return the decision after optimizer step `step`, the same on every rank; None if no control point is due.
 
         num_bad_samples: how many new samples this rank could not read. own_report: returns this rank's numbers for
-        a log point, as many as on every other rank.
+        a log point; all ranks return equally many numbers.
         """
         every = self.checkpoint.every_steps
         log = is_last or step % self.log_every_steps == 0
@@ -85,7 +85,7 @@ class ControlPoint:
         local = torch.cat([flags, reports.view(-1)]).to(self.world.device, non_blocking=True)
         total = self.world.all_reduce(torch.cat([nonfinite.flag, sums.vector, local])).cpu()
         diverged, loss, correct, count, stops, save_now, step_seconds, num_bad = total[:8].tolist()
-        now = time.perf_counter()  # the device has finished
+        now = time.perf_counter()  # the device has finished, because .cpu() waits for it
         self.step_seconds = (now - self.last_time) / max(1, step - self.last_step)
         self.last_time, self.last_step = now, step
         self.next_step = step + max(1, int(CONTROL_SECONDS / step_seconds))

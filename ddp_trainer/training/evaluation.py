@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, over all ranks."""
+"""Evaluation: each sample is evaluated once, by one of the ranks."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from ddp_trainer.training.metrics import Evaluation
 def evaluate(
     model: nn.Module, loader: Iterable[Batch], device: torch.device, autocast_dtype: torch.dtype | None = None
 ) -> SampleResults:
-    """Return the answers of `model` to the batches of this rank."""
+    """Return the losses and predictions of `model` for the samples in the batches of this rank."""
     results = SampleResults(device)
     model.eval()
     is_compiled = getattr(model, "_compiled_call_impl", None) is not None

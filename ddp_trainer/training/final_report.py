@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
     """Write the scores to evaluation/last-<split>/, and report.html, if the config asks for it. Collective.
 
-    Without an evaluation in this launch, as after a graceful stop, there is only report.html. A failure is a warning.
+    If this launch had no evaluation, as after a graceful stop, only report.html is written. A failure logs a warning.
     """
     if not trainer.config.report:
         return
@@ -37,5 +37,5 @@ def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
             )
         write_report([run_dir], run_dir / "report.html")
         logger.info("report %s", run_dir / "report.html")
-    except Exception as error:  # the training is done and saved, whatever a picture or a disk does
+    except Exception as error:  # a bad picture or a full disk must not fail a training that is done and saved
         logger.warning("the report was not written: %s", error)

@@ -28,7 +28,7 @@ class LogWindow:
             step.model, loaders.image_shape, device=world.device, dtype=step.settings.autocast_dtype
         )
         self.line = "nothing left to train"
-        """What the window showed, for the console."""
+        """Loss, accuracy and speed of the last window, for the console."""
 
     def start(self) -> None:
         """Prepare for the first step of a launch."""
@@ -47,7 +47,7 @@ class LogWindow:
         rate = self.timer.rates[-1]
         values["throughput/images_per_second_per_rank"] = rate / world.world_size
         values |= {f"throughput/{name}": value for name, value in self.utilizations(rate).items() if value is not None}
-        if len(self.timer.rates) == 1:  # the matrix product was just measured: its time is not the next window's
+        if len(self.timer.rates) == 1:  # the time of measuring a matrix product must not count for the next window
             self.timer.restart()
             reset_peak_memory(world.device)
         self.line = f"loss {decision.loss:.4f} · train {decision.top1:.4f} · {rate:,.0f} img/s"

@@ -1,4 +1,4 @@
-"""Pictures for the loggers: the first batch as the model sees it, the sizes of classes, and those of an evaluation."""
+"""Pictures for the loggers: the first batch as the model sees it, class sizes, confusion matrix and worst mistakes."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ ROW, NAMES, BARS, NUMBERS = 16, 180, 300, 60
 def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_dir: Path) -> None:
     """Record the first `images`, float [B, C, H, W], and the number of images of each class, if it is known.
 
-    They are ``train/first_batch`` and ``train/class_sizes``, and files of these names in the folder pictures.
+    The tags are ``train/first_batch`` and ``train/class_sizes``; files of these names are written to pictures/ too.
     """
     if not loggers.loggers:
         return
@@ -46,14 +46,14 @@ def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_
         for name, content in pictures.items():
             loggers.image(f"train/{name}", content, 0)
             (folder / f"{name}.png").write_bytes(content)
-    except Exception as error:  # labels of a plug-in may be anything, and other ranks are in their first step
+    except Exception as error:  # a plug-in's labels may raise anything, and an error on one rank would hang the others
         logger.warning("the pictures of the first batch were not recorded: %s: %s", type(error).__name__, error)
 
 
 def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) -> None:
-    """Record ``eval/confusion_matrix`` and ``eval/mistakes``, the images of the largest losses.
+    """Record ``eval/confusion_matrix`` and ``eval/mistakes``, the wrongly classified images with the largest losses.
 
-    rows: those of `SampleResults.gather`, float64 [N, 6].
+    rows: the result of `SampleResults.gather`, float64 [N, 6].
     """
     if not loggers.loggers or not len(rows):
         return
@@ -65,7 +65,7 @@ def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) 
             pixels = read_images(loaders.eval.reader, ids_of(worst))
             captions = [(names[int(row[PREDICTION])], f"is {names[int(row[LABEL])]}") for row in worst.tolist()]
             loggers.image("eval/mistakes", captioned_png(list(pixels.cpu()), captions), step)
-    except Exception as error:  # the reader may be of a plug-in, and other ranks do not wait here
+    except Exception as error:  # a plug-in's reader may raise anything, and an error on one rank would hang the others
         logger.warning("the pictures of the evaluation were not recorded: %s: %s", type(error).__name__, error)
 
 
@@ -79,7 +79,7 @@ def labels_of(source: Any) -> Tensor | None:
 
 
 def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> bytes:
-    """Return a PNG of `images`, float [B, C, H, W], in a square; of more than three channels the first."""
+    """Return a PNG of `images`, float [B, C, H, W], in a square grid; only the first channel unless C is 1 or 3."""
     pixels = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
     pixels = pixels if pixels.shape[1] in (1, 3) else pixels[:, :1]
     grid = make_grid(pixels.clamp(0, 1), nrow=math.ceil(math.sqrt(len(images))))
@@ -87,7 +87,7 @@ def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
-    """Return a PNG with a bar for each class, the largest first; of many classes the largest and the smallest."""
+    """Return a PNG with a bar for each class, the largest first; only the largest and smallest of many classes."""
     rows = sorted(zip(counts, names, strict=True), reverse=True)
     if len(rows) > MAX_CLASSES:
         rows = [*rows[: MAX_CLASSES // 2], *rows[-MAX_CLASSES // 2 :]]

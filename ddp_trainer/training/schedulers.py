@@ -10,7 +10,7 @@ from ddp_trainer import registry
 from ddp_trainer.config.schedulers import ConstantConfig, CosineConfig, OneCycleConfig, SchedulerConfig, StepConfig
 
 Factor = Callable[[int], float]
-"""From the optimizer step, counted from 0, to the learning rate over its peak."""
+"""A function from the optimizer step, counted from 0, to the learning rate divided by its peak."""
 
 
 def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
@@ -40,7 +40,7 @@ def build_cosine(config: CosineConfig, *, steps_per_epoch: int, total_steps: int
 
 
 def build_onecycle(config: OneCycleConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return half a cosine up from `initial_factor` to 1, then one down to `final_factor`.
+    """Return half a cosine up from `initial_factor` to 1, then half a cosine down to `final_factor`.
 
     Source: Smith and Topin, Super-Convergence, 2017 (arXiv 1708.07120).
     """

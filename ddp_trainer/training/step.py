@@ -1,4 +1,4 @@
-"""One optimizer step as an object: the trainer, the benchmark and the conformance tests call the same one."""
+"""One optimizer step as an object, which the trainer, the benchmark and the conformance tests use."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -40,7 +40,7 @@ class StepSettings:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of matrix products and convolutions; None: that of the parameters."""
+        """The dtype of matrix products and convolutions; None for the dtype of the parameters."""
         return AUTOCAST.get(self.precision)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
@@ -49,7 +49,7 @@ class StepSettings:
 
 
 class StepCheck(Protocol):
-    """A check of the gradients of the steps that are due, before they are used; an exception ends the training."""
+    """A check of the gradients before they are used, in steps in which it is due; its exceptions end the training."""
 
     @property
     def is_due(self) -> bool: ...
@@ -60,8 +60,8 @@ class StepCheck(Protocol):
 class TrainStep:
     """Forward, backward, gradient accumulation, clipping, loss scaling, optimizer and schedule.
 
-    `model` is the bare module, which is evaluated, clipped and saved; `replica` is the module that the strategy
-    returns for it, and that a step calls.
+    `model` is the bare module, which is evaluated, clipped and saved. `replica` is the module that the strategy
+    returns for `model`; a step calls `replica`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TrainStep:
         self.settings, self.world, self.on_phase = settings, world, on_phase
         self.ema = None if settings.ema.decay is None else AveragedWeights(model, settings.ema.decay)
         self.models = nn.ModuleList([model] if self.ema is None else [model, self.ema.module])
-        """The model, and the average of its weights if there is one; the last one is evaluated."""
+        """The model, and the model with averaged weights if there is one; the last entry is evaluated."""
         self.replica = sync.wrap(model)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
         self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
@@ -92,13 +92,13 @@ class TrainStep:
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take one step and return this rank's share of the global batch's mean loss [].
 
-        images: float32 [B, C, H, W], labels: int64 [B], or of mixed images float32 [B, classes].
+        images: float32 [B, C, H, W], labels: int64 [B], or float32 [B, classes] for mixed images.
         """
         self.on_phase("forward")
-        # Dropout draws from torch's generator: a function of the step, so that a resumed run draws the same.
+        # Dropout draws from torch's generator. Its seed depends on the step, so that a resumed run draws the same.
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
         seed_device(self.world.device, seed)
-        # The scaler of fp16 leaves out updates that are not finite by itself.
+        # The gradient scaler of fp16 itself skips updates that are not finite.
         skips_nonfinite = self.settings.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled()
         statistics = flatten_buffers(self.model) if skips_nonfinite else None
         check = self.check if self.check is not None and self.check.is_due else None
@@ -126,7 +126,7 @@ class TrainStep:
         return loss
 
     def begin_training(self) -> None:
-        """Put the model into training mode, but BatchNorm layers that are frozen: their statistics stay as they are."""
+        """Put the model into training mode, except frozen BatchNorm layers, so that their statistics do not change."""
         self.replica.train()
         for module in self.replica.modules():
             own = list(module.parameters(recurse=False))
@@ -148,7 +148,7 @@ class TrainStep:
         return loss_sum / self.settings.global_batch_size
 
     def loss(self, module: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what backward of a microbatch begins with [], the sum of its losses [], and its logits [B, C].
+        """Return the scaled loss of a microbatch for backward [], the sum of its losses [], and its logits [B, C].
 
         The last two are detached.
         """
@@ -156,20 +156,20 @@ class TrainStep:
         with settings.autocast(self.world.device):
             logits = module(images)
         loss_sum = sum_of_losses(logits.float(), labels, label_smoothing=settings.label_smoothing)
-        # A sum times W/G: the mean over ranks is then the mean over the batch, whatever each rank's share of it.
+        # The sum times W/G, so that the mean over W ranks is the mean over the G images, even with unequal shares.
         scale = self.world.world_size / settings.global_batch_size
         return self.scaler.scale(loss_sum * scale), loss_sum.detach(), logits.detach()
 
     def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
-        """Note a loss or gradient that is not finite, clip if asked to, update the parameters, advance the schedule.
+        """Record whether the loss or a gradient is not finite, clip gradients, update parameters, advance the schedule.
 
-        statistics: the floating buffers [n] before the step; if there are any, an update that is not finite is left
-        out, and they are restored.
+        statistics: the floating buffers [n] before the step, or None. If they are given, an update that is not finite
+        is skipped, and the buffers are restored.
         """
         values, max_norm = [loss], self.settings.max_grad_norm
         if max_norm is not None:
             self.scaler.unscale_(self.optimizer)
-        # Gradients of fp16 overflow now and then, which the scaler handles.
+        # Gradients of fp16 overflow sometimes, which the scaler handles.
         if max_norm is not None or not self.scaler.is_enabled():
             norm = self.sync.gradient_norm(self.model)
             if max_norm is not None:
@@ -179,7 +179,7 @@ class TrainStep:
                 if statistics is not None:  # decided by the norm, which is equal on all ranks, unlike the loss
                     is_bad = ~norm.isfinite()
                     self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-                    # A forward pass that is not finite has updated BatchNorm's statistics.
+                    # A forward pass that was not finite has changed BatchNorm's statistics.
                     restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
         self.nonfinite.check(torch.stack(values), step=self.count)
         self.lr = self.optimizer.param_groups[0]["lr"]
@@ -191,10 +191,10 @@ class TrainStep:
     def prime_ddp(self, images: Tensor, *others: Tensor) -> torch.Size:
         """Run forward and backward twice without an update, so that DDP's bucket order is the same after a resume.
 
-        DDP rebuilds its buckets after the first backward; without this the first step after a resume would sum
-        in another order than the same step of an uninterrupted run, and from three ranks on round differently.
-        images: float32 [B, C, H, W] with the strides of a batch, because other strides would be compiled apart.
-        others: microbatches of other sizes, which run once, to be compiled. Returns the shape of the model's output.
+        DDP rebuilds its buckets after the first backward. Without these passes, the first step after a resume would sum
+        in another order than the same step of an uninterrupted run, and with three or more ranks round differently.
+        images: float32 [B, C, H, W] with the strides of a batch, because other strides would need another compilation.
+        others: microbatches of other sizes, each run once to be compiled. Returns the shape of the model's output.
         """
 
         def run(images: Tensor) -> torch.Size:
@@ -228,11 +228,11 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.optimizer.load_state_dict(state["optimizer"])
         match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
-        # The state has the next learning rate of the old schedule; with more epochs than before there is another.
+        # The saved learning rate is the next one of the old schedule: wrong if the number of epochs has changed.
         for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])

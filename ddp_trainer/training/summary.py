@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class Status(StrEnum):
-    """How a launch ended: all epochs trained, at max_steps, or gracefully stopped before either."""
+    """How a launch ended: after all epochs, at max_steps, or by a graceful stop before that."""
 
     finished = "finished"
     max_steps = "max_steps"
@@ -18,11 +18,11 @@ class Status(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
-    """The result of a launch, as in summary.json. What is unknown is None there, never NaN."""
+    """The result of a launch, as in summary.json, where an unknown value is null, never NaN."""
 
     status: Status
     eval_split: str
-    """What was evaluated on: test, or validation (data.validation_fraction)."""
+    """The split that was evaluated: test, or validation (data.validation_fraction)."""
     eval_top1: float
     eval_loss: float | None
     eval_count: int
@@ -32,11 +32,11 @@ class Summary:
     seconds: float
     """Wall-clock seconds of training and evaluation over all launches."""
     images_per_second: float | None
-    """Training only, all ranks: the median over log windows."""
+    """The speed of training, without evaluation, of all ranks together: the median over log windows."""
     matmul_utilization: float | None
-    """Arithmetic of the training over that of a matrix product measured on this hardware."""
+    """Operations per second of the training, divided by those of a matrix product measured on this hardware."""
     mfu: float | None
-    """Model FLOPs utilization: the same over the rated peak of the GPU."""
+    """Model FLOPs utilization: operations per second of the training, divided by the rated peak of the GPU."""
     seconds_per_epoch: float | None
     world_size: int
     device: str
@@ -53,7 +53,7 @@ class Summary:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the summary that `to_json` made `text` from; ValueError if `text` is something else."""
+        """Return the summary for a `text` that `to_json` returned; ValueError for any other text."""
         try:
             values: dict[str, Any] = {key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()}
             values["status"] = Status(values["status"])
@@ -62,7 +62,7 @@ class Summary:
             raise ValueError(f"not a summary: {error}") from error
 
     def line(self) -> str:
-        """Return the last line of a launch."""
+        """Return the last line that a launch logs."""
         where = f"{self.world_size} × {self.device} ({self.backend})"
         speed = [
             f"{self.seconds_per_epoch:,.1f} s/epoch" if self.seconds_per_epoch is not None else "",
@@ -76,5 +76,5 @@ def read_summary(run_dir: Path, step: int) -> str:
     try:
         text = (run_dir / "summary.json").read_text()
         return text if Summary.from_json(text).steps == step else ""
-    except (OSError, ValueError):  # it is an output: a damaged one is written again
+    except (OSError, ValueError):  # a missing or damaged summary is made again
         return ""
