@@ -114,8 +114,6 @@ class FailureMonitor:
         self._stacks.file.close()
         self._remove_error_file()
 
-    # --- the thread -----------------------------------------------------------------------------
-
     def _monitor(self) -> None:
         """Publish the status, and check the other ranks and the launcher, with every heartbeat."""
         last_status, silence, last_time = None, 0.0, time.monotonic()
@@ -229,8 +227,6 @@ class FailureMonitor:
         with self._lock:
             if self._environment.error_file is not None and not self._is_root_cause:
                 Path(self._environment.error_file).unlink(missing_ok=True)
-
-    # --- the root cause -------------------------------------------------------------------------
 
     def _root_cause(self, error: Exception) -> list[str]:
         """Return the lines of this rank's report, or none if another rank reports the root cause."""

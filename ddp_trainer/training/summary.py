@@ -7,13 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-
-class Status(StrEnum):
-    """How a launch ended: after all epochs, at max_steps, or by a graceful stop before that."""
-
-    finished = "finished"
-    max_steps = "max_steps"
-    stopped = "stopped"
+Status = StrEnum("Status", ["finished", "max_steps", "stopped"])
+"""How a launch ended: after all epochs, at max_steps, or by a graceful stop before that."""
 
 
 @dataclass(kw_only=True, slots=True)
