@@ -216,7 +216,7 @@ def test_the_part_of_a_picture_is_that_of_an_evaluation(seed: int) -> None:
 
 def test_help_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (predict, evaluate):
-        with pytest.raises(SystemExit, match="^$"):  # exit code 0
+        with pytest.raises(SystemExit, match=r"^$"):  # exit code 0
             command.main(["--help"])
         assert "checkpoint=best" in capsys.readouterr().out
     assert os.path.exists(ddp_trainer.__file__)

@@ -77,7 +77,7 @@ def test_output_and_title_are_options(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^$"):  # exit code 0
+    with pytest.raises(SystemExit, match=r"^$"):  # exit code 0
         main(["--help"])
     output = capsys.readouterr().out
     assert output.startswith("usage: ")
