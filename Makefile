@@ -16,7 +16,7 @@ train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the R
 	NPROC=2 launch/local.sh experiment=digits_resnet18
 
 test: .venv/installed  ## all tests, including every guarantee of the README, with real processes
-	$(BIN)/pytest -n 2 --dist loadfile -m "not chaos and not cluster"
+	$(BIN)/pytest -n 3 --dist loadfile -m "not chaos and not cluster"
 
 chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; prints a table of faults
 	$(BIN)/pytest -n 2 -m "(chaos or fault) and not cluster"
