@@ -5,7 +5,7 @@
 find_python() {
     python=${PYTHON:-$here/../.venv/bin/python}
     if [[ -z ${PYTHON:-} && ! -x $python ]]; then python=python3; fi
-    command -v -- "$python" >/dev/null || refuse "PYTHON=$python cannot be run: name a Python that has ddp_trainer"
+    command -v -- "$python" >/dev/null || refuse "PYTHON=$python cannot be run: set PYTHON to a Python with ddp_trainer"
 }
 
 refuse() {
@@ -26,7 +26,7 @@ count_ranks() {
         ranks=$("$python" -c 'from ddp_trainer.distributed.environment import usable_cores; print(usable_cores())')
     fi
     [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] ||
-        refuse "NPROC=$ranks must be a number of ranks, at least 1; unset it for one per GPU or core"
+        refuse "NPROC=$ranks must be a number of ranks, at least 1: unset NPROC for one rank per GPU or core"
 }
 
 # Create a folder `work` that is removed when the script ends.
@@ -82,7 +82,7 @@ run_torchrun() {
 stop() {
     if [[ -z $stopping ]]; then
         stopping=1
-        echo "stopping after all ranks have saved; once more to stop at once" >&2
+        echo "stopping when all ranks have saved; a second Ctrl-C or TERM stops at once" >&2
         touch -- "$DDP_TRAINER_STOP_FILE"
     else
         # shellcheck disable=SC2046  # one word per process id

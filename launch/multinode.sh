@@ -87,7 +87,7 @@ run_over_ssh() {
             if [[ -z $interrupted ]]; then break; fi
         done
         if ((one == 255)); then
-            echo "error: ${ssh[*]} ${hosts[rank]} failed: can this host log in there?" >&2
+            echo "error: ${ssh[*]} ${hosts[rank]} failed: check that this host can log in there" >&2
             one=1
         fi
         if ((code == 0 || one == 2)); then code=$one; fi
@@ -100,14 +100,14 @@ make_work
 PORT=${PORT:-29400} restarts=${MAX_RESTARTS:-20}
 number='(0|[1-9][0-9]{0,4})' # bash would read 08 as octal
 [[ ${NNODES:-1} =~ ^[1-9][0-9]{0,4}(:$number)?$ && "${NODE_RANK:-0} $PORT $restarts" =~ ^($number( |$)){3}$ ]] ||
-    refuse "NNODES=${NNODES:-} (or MIN:MAX, from 1), NODE_RANK=${NODE_RANK:-}, PORT=$PORT and MAX_RESTARTS=$restarts must be whole numbers, as in 8 and not 08"
+    refuse "NNODES=${NNODES:-} (or MIN:MAX, from 1), NODE_RANK=${NODE_RANK:-}, PORT=$PORT and MAX_RESTARTS=$restarts must be whole numbers without leading zeros, 8 and not 08"
 job=ddp_trainer-$PORT # the same on all nodes, and after a restart
 if [[ -n ${HOSTS:-} && -z ${NODE_RANK:-} ]]; then
     run_over_ssh "$@"
     exit
 fi
 if [[ -z ${NNODES:-} || -z ${NODE_RANK:-} || -z ${HEAD:-} ]]; then
-    refuse 'NNODES, NODE_RANK or HEAD is missing: set them on every host, or set HOSTS="a b c" here'
+    refuse 'NNODES, NODE_RANK or HEAD is missing: set all three on every host, or HOSTS="a b c" on one host'
 fi
 count_ranks
 run_here "$@"

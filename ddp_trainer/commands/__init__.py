@@ -7,7 +7,7 @@ COMMANDS = {
     "export": "write the model of a run as safetensors, torch.export or ONNX",
     "report": "write a page about one or several runs",
     "benchmark": "compare all synchronisation strategies on the same job",
-    "plan": "predict the step time on more ranks than there are",
+    "plan": "predict the step time on more ranks than are available",
     "doctor": "examine this machine, or the machines of a job",
     "verify": "check a run directory",
     "freeze": "compose and check a config, and write it to a job file",

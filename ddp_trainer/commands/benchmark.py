@@ -84,7 +84,7 @@ def to_table(result: dict[str, Any]) -> Table:
     headers = ("img/s", "step ms", f"× {rows[0]['name']}", "min–max", "data", "fwd/bwd", "exposed comm", "optimizer",
                "sent MB", "expected")  # fmt: skip
     title = f"{about['model']}, {about['data']}, world size {about['world_size']}, {about['backend']}"
-    table = Table("sync", *headers, title=title, caption="MB per rank and step: sent, and expected by arithmetic")
+    table = Table("sync", *headers, title=title, caption="MB per rank and step: sent (measured), expected (computed)")
     for row in rows:
         sizes = (row["sent_bytes"], row["expected_sent_bytes"])
         table.add_row(
@@ -104,7 +104,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:
-        print("no picture: matplotlib is not installed, pip install 'ddp_trainer[plot]'")
+        print("benchmark.png is not drawn, because matplotlib is missing: pip install 'ddp_trainer[plot]'")
         return
     about, rows = result["about"], result["rows"][::-1]  # the first at the top
     figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))

@@ -116,9 +116,9 @@ def host_findings(world: World) -> list[Finding]:
         Finding("versions", ", ".join(" ".join(item) for item in installed_versions().items())),
         Finding("GPU, driver", f"{gpus} × {torch.cuda.get_device_name(0)}, {versions}" if gpus else "none"),
         Finding("cores", f"{cores} for {ranks} of {plural(world.num_threads, 'thread')}",
-                f"{ranks} wait for each other on {cores}: start at most one rank per core" if is_crowded else ""),
+                f"{ranks} share {cores}, which slows them: start at most one rank per core" if is_crowded else ""),
         Finding("memory", f"{memory_mb / 1024:.1f} GB available",
-                f"less than {RANK_MB} MB of memory left: start fewer ranks" if memory_mb < RANK_MB else ""),
+                f"less than {RANK_MB} MB of memory is available: start fewer ranks" if memory_mb < RANK_MB else ""),
         Finding("/dev/shm", f"{shm_mb:,} MB"),
         Finding("interface to rank 0", interface_towards(read_environment().master_addr) or "unknown"),
     ]  # fmt: skip
@@ -149,7 +149,7 @@ def disk_finding(run_dir: Path) -> Finding:
         advice = f"{folder} cannot be written ({error.strerror}): set output_dir to a folder where rank 0 can write"
         return Finding("disk", f"{folder}: {error.strerror}", advice, is_error=True)
     rate = 64 / (time.monotonic() - began)
-    advice = f"the disk of {folder} writes {rate:.0f} MB/s: set output_dir to a faster one, or save less often"
+    advice = f"the disk of {folder} writes {rate:.0f} MB/s: set output_dir to a faster disk, or save less often"
     return Finding("disk", f"{folder}: {rate:,.0f} MB/s written and synced", advice if rate < SLOW_DISK_MB else "")
 
 
@@ -158,8 +158,8 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
     message = torch.zeros(size_mb * MB // 4, device=world.device)
     latency = median_seconds(lambda: world.all_reduce(message[:1]), world.device, times=100)
     seconds = median_seconds(lambda: world.all_reduce(message), world.device, times=5)
-    rate, fix = size_mb / seconds, f"check that {world.backend} uses the right interface and that the cores are free"
-    advice = f"all-reduce moves {rate:.0f} MB/s: {fix}" if rate < SLOW_NETWORK_MB else ""
+    rate, fix = size_mb / seconds, f"check that {world.backend} uses the right interface, and that the cores are idle"
+    advice = f"the all-reduce reaches only {rate:.0f} MB/s: {fix}" if rate < SLOW_NETWORK_MB else ""
     return [
         Finding("all-reduce, latency", f"{latency * 1e6:,.0f} µs (4 bytes, median of 100)"),
         Finding("all-reduce, bandwidth", f"{rate:,.0f} MB/s ({size_mb} MB in {seconds * 1e3:,.0f} ms)", advice),
@@ -176,8 +176,8 @@ def fitness_findings(world: World) -> list[Finding]:
         (low, rank, host), *others = sorted((rates[name], rank, host) for rank, (host, rates) in enumerate(ranks))
         value = f"{low:,.1f} {unit}" + (f" (rank {rank}) to {others[-1][0]:,.1f} {unit}" if others else "")
         share = low / statistics.median([rate for rate, *_ in others] or [low])
-        advice = f"rank {rank} on {host} reaches {100 * share:.0f} % of the median of the others in its {name}"
-        fix = "something else runs there, or it is too hot"
+        advice = f"rank {rank} on {host} reaches {100 * share:.0f} % of the median of the other ranks in its {name}"
+        fix = "check for other programs on that host, and for overheating"
         findings.append(Finding(name, value, f"{advice}: {fix}" if share < SLOW else ""))
     return findings
 

@@ -53,9 +53,9 @@ def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, P
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)
-    require(number is not None or len(jobs) == 1, f"a job file holds one of these {len(jobs)} jobs: choose it by job=I")
+    require(number is not None or len(jobs) == 1, f"a job file holds one of these {len(jobs)} jobs: pick one by job=I")
     index = number or 0
-    require(0 <= index < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep, from 0")
+    require(0 <= index < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep: count from 0")
     return jobs[index]
 
 

@@ -76,9 +76,9 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     head = resolve(options.head, timeout=min(10, options.timeout))
     require(
         max_nodes == 1 or not ip_address(head).is_loopback or options.head in (head, "localhost"),
-        f"head {options.head!r} resolves to {head} on this host, where no other node can reach it (Debian's /etc/hosts "
-        "does that to a host's own name): give its address in the network (hostname -I lists them), or correct "
-        "/etc/hosts",
+        f"head {options.head!r} resolves to {head} on this host, a loopback address that no other node can reach "
+        "(Debian's /etc/hosts assigns it to the host's own name): give the head's address in the network (hostname -I "
+        "lists the addresses of a host), or correct /etc/hosts",
     )
     address, interface = address_towards(head), interface_towards(head) or "an interface without a name"
     where = f"{address} on {interface}, head {head}:{options.port}"
@@ -113,5 +113,5 @@ def find_gpu_error(node: NodeInfo) -> ConfigError | None:
     size_mb = shutil.disk_usage("/dev/shm").free // 2**20 if Path("/dev/shm").is_dir() else 0
     if num_gpus >= 2 and size_mb < SHM_MB:
         fix = "start the container with --ipc=host or --shm-size=1g"
-        return ConfigError(f"/dev/shm has {size_mb} MB left and NCCL wants {SHM_MB} between {num_gpus} GPUs: {fix}")
+        return ConfigError(f"/dev/shm has {size_mb} MB left and NCCL needs {SHM_MB} MB between {num_gpus} GPUs: {fix}")
     return None

@@ -42,7 +42,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         is_whole = (self.bandwidth_mbit is None) == (self.latency_us is None)
-        require(is_whole, "bandwidth_mbit and latency_us must be given together, or neither of them")
+        require(is_whole, "bandwidth_mbit and latency_us must be given together: set both, or neither")
         are_counts = all(count.isdecimal() and int(count) > 0 for count in self.ranks.split(","))
         require(are_counts, f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4")
 
@@ -56,9 +56,9 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
     """Measure on the ranks that there are, and predict for the others on rank 0. Collective."""
     environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
     ranks, batch = environment.world_size, config.global_batch_size
-    fix = "start torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
+    fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
     require(latency_us is not None or ranks > 1, f"a single rank has no network to measure: {fix}")
-    require(batch >= 2 * ranks, f"global_batch_size={batch} must be at least {2 * ranks}, 2 images per rank")
+    require(batch >= 2 * ranks, f"global_batch_size={batch} must be at least {2 * ranks}: 2 images per rank")
     with disable_gc():
         from ddp_trainer.commands.step_benchmark import measure_compute, measure_network  # imports torch
         from ddp_trainer.training.start import start
@@ -84,7 +84,7 @@ def report(model: str, compute: Compute, network: Network, counts: list[int], fo
     table = Table(
         *("ranks", "all-reduce", "hidden from", *VARIANTS),
         title="predicted step time in milliseconds, and efficiency; the batch per rank stays the same",
-        caption="all-reduce: milliseconds, hidden from this number of images per rank on",
+        caption="all-reduce: milliseconds; hidden from: the smallest batch per rank that can hide it",
     )
     predictions = []
     for count in counts:

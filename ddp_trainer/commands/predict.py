@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> None:
     with errors_as_exit_codes():
         options, rest = parse_options(PredictOptions, words, usage=usage, description=__doc__)
         paths, overrides = split_paths(rest)
-        require(len(paths) > 1, "predict takes a run directory and images: predict RUN_DIR FILES, a folder, or -")
+        require(len(paths) > 1, "predict takes a run directory and images: predict RUN_DIR and FILES, a folder, or -")
         require(read_environment().world_size == 1, "predict runs in one process: start it without torchrun")
         try:
             predict(Path(paths[0]), paths[1:], options, overrides)

@@ -37,9 +37,9 @@ def main(words: Sequence[str]) -> None:
         unknown += [path for path in paths if path.startswith("-")]
         names = ", ".join(field.name for field in fields(ReportOptions))
         word = next(iter(unknown), None)
-        require(word is None, f"{word} is unknown: report has the options {names}; a directory with = begins with ./")
+        require(word is None, f"{word} is unknown: report has the options {names}; write ./ before a directory with =")
         require(bool(paths), "report takes one or more run directories: report RUN_DIR")
-        require(options.output != "", "output= is empty: give a file, or leave it out")
+        require(options.output != "", "output= is empty: name a file, or leave output out")
         run_dirs = [Path(path) for path in paths]
         output = Path(options.output or run_dirs[0] / "report.html")
         write_report(run_dirs, output, title=options.title)

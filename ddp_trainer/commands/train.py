@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> None:
     with errors_as_exit_codes():
         options, overrides = parse_options(TrainOptions, words)
         if options.job_file is not None:
-            require(not overrides, f"{' '.join(overrides)} cannot change a job file: freeze another one")
+            require(not overrides, f"{' '.join(overrides)} cannot change a job file: write another with freeze")
             train(*read_job(Path(options.job_file)), sweep=None)
             return
     register_launchers()
@@ -83,5 +83,5 @@ def print_keys() -> None:
             print(f"\n{group}={choice.name}")
             if keys := list_fields(choice.schema(), prefix=prefix, skip=["name"]):
                 print(keys)
-    print("\nThe same command resumes an interrupted run. --cfg job shows the composed config, --multirun runs a,b as")
-    print("two jobs, --hydra-help explains Hydra's flags. The groups are explained in README.md and docs/.")
+    print("\nThe same command resumes an interrupted run. --cfg job shows the composed config, --multirun trains")
+    print("key=a,b as two jobs, --hydra-help explains Hydra's flags. The groups are explained in README.md and docs/.")

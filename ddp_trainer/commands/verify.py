@@ -95,10 +95,10 @@ def check_metrics(files: RunFiles) -> Iterator[str]:
         yield f"metrics.jsonl: damaged lines: {damaged}"
     for before, after in pairwise(record["step"] for record in files.records):
         if after < before:
-            yield f"metrics.jsonl: step {after} after step {before}"
+            yield f"metrics.jsonl: step {after} follows step {before}"
     for step, count in Counter(files.training_steps).items():
         if count > 1:
-            yield f"metrics.jsonl: step {step} occurs twice"
+            yield f"metrics.jsonl: step {step} occurs more than once"
 
 
 def check_samples(files: RunFiles) -> Iterator[str]:
@@ -123,7 +123,7 @@ def check_tensorboard(files: RunFiles) -> Iterator[str]:
         board = EventAccumulator(str(folder)).Reload()
         shown = [event.step for event in board.Scalars("train/loss")] if "train/loss" in board.Tags()["scalars"] else []
         if shown != logged:
-            yield f"tensorboard: train/loss has {len(shown)} steps, and in metrics.jsonl {len(logged)}"
+            yield f"tensorboard: train/loss has {len(shown)} steps, but metrics.jsonl has {len(logged)}"
 
 
 def check_summary(files: RunFiles) -> Iterator[str]:
@@ -132,7 +132,7 @@ def check_summary(files: RunFiles) -> Iterator[str]:
     try:
         steps = Summary.from_json(path.read_text(errors="replace")).steps if state and path.exists() else 0
         if state and steps > state["step"]:
-            yield f"summary.json: of step {steps}, and the newest checkpoint is of step {state['step']}"
+            yield f"summary.json: is of step {steps}, but the newest checkpoint is of step {state['step']}"
     except ValueError:
         yield "summary.json: damaged"
 

@@ -48,7 +48,7 @@ class BoundRendezvous(StaticTCPRendezvous):
             except OSError as error:
                 sys.exit(
                     f"error: torchrun's store cannot listen on {self.master_addr}:{self.master_port} "
-                    f"({os.strerror(error.errno or 0)}): choose another port, or end the program that has it"
+                    f"({os.strerror(error.errno or 0)}): choose another port, or end the program that uses it"
                 )
             self.master_port = server.getsockname()[1]
             self._store = TCPStore(
@@ -68,7 +68,7 @@ def root_cause(rank: int, failure: ProcessFailure) -> str:
         return f"error: {': '.join(line for line in lines[:2] if not line.startswith('last good checkpoint'))}"
     if failure.exitcode < 0:
         return f"error: rank {rank} was ended by a signal ({message})"
-    return f"rank {rank} exited with code {failure.exitcode}; it, or a rank of another node, has printed the reason"
+    return f"rank {rank} exited with code {failure.exitcode}; see the error that it, or a rank of another node, printed"
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
             print(error, file=sys.stderr)
         sys.exit(root_cause(rank, failure))
     except DistError as error:
-        sys.exit(f"error: torchrun's store on node 0 does not answer: {str(error).splitlines()[0]}")
+        sys.exit(f"error: torchrun's store on node 0 does not answer, see node 0: {str(error).splitlines()[0]}")
 
 
 if __name__ == "__main__":

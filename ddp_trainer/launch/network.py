@@ -55,8 +55,8 @@ def address_towards(address: str) -> str:
             probe.connect((address, 9))  # sends nothing: the kernel only looks up the route
         except OSError as error:
             raise TransientError(
-                f"this host has no route to the head's address {address} ({error.strerror}): is it in the same "
-                "network? ip route shows the routes"
+                f"this host has no route to the head's address {address} ({error.strerror}): check that "
+                "both are in the same network (ip route shows the routes)"
             ) from None
         return probe.getsockname()[0]
 
@@ -78,8 +78,8 @@ async def check_port(address: str, port: int, failure: str) -> None:
         (await connect(address, port))[1].close()
     except OSError:
         raise TransientError(
-            f"{failure} at {address}:{port}, and ranks connect to each other on ports that the system chooses: let all "
-            "ports pass the firewall between the nodes"
+            f"{failure} at {address}:{port}, and ranks connect to each other on ports that the system chooses: open "
+            "all ports in the firewalls between the nodes"
         ) from None
 
 

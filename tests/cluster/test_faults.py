@@ -181,7 +181,7 @@ def test_two_nodes_have_the_same_rank(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_two_nodes_are_the_head(launch: Launch) -> None:
     launch.start(1, NODE_RANK="0")
-    assert "10.83.0.1 is not an address of this host (10.83.0.2)" in launch.end(2)[1].error
+    assert "but 10.83.0.1 is not an address of this host (10.83.0.2)" in launch.end(2)[1].error
 
 
 def test_a_node_has_another_torch(launch: Launch) -> None:
@@ -240,7 +240,7 @@ def test_shared_memory_is_too_small_for_nccl(launch: Launch) -> None:
     launch.start(0)
     launch.start(1, prefix=("unshare", "--mount", "sh", "-c", small))
     error = launch.end(2)[0].error
-    assert "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL wants 512 between 2 GPUs" in error
+    assert "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL needs 512 MB between 2 GPUs" in error
 
 
 def test_a_bad_config_is_one_error_and_nothing_starts(launch: Launch) -> None:

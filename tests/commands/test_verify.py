@@ -59,16 +59,16 @@ def with_another_digest(text: str) -> str:
         (
             "metrics.jsonl",
             lambda text: text.partition("\n")[2].partition("\n")[2],
-            "tensorboard: train/loss has 8 steps, and in metrics.jsonl 7",
+            "tensorboard: train/loss has 8 steps, but metrics.jsonl has 7",
         ),
         (
             "metrics.jsonl",
             lambda text: "\n".join(text.splitlines()[:2]) + "\n" + text,
-            "metrics.jsonl: step 2 occurs twice",
+            "metrics.jsonl: step 2 occurs more than once",
         ),
         ("metrics.jsonl", with_another_digest, "epoch 0: used 96 samples"),
         ("summary.json", lambda text: text[:40], "summary.json: damaged"),
-        ("summary.json", lambda text: text.replace('"steps": 16', '"steps": 80'), "summary.json: of step 80"),
+        ("summary.json", lambda text: text.replace('"steps": 16', '"steps": 80'), "summary.json: is of step 80"),
         ("config.yaml", lambda text: "]" + text, "config.yaml: missing or damaged"),
     ],
 )

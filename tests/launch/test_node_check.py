@@ -123,7 +123,7 @@ def test_a_head_that_was_killed_or_is_not_there_is_noticed(port: int) -> None:
     head.process.kill()
     _, ended = end_all(head, node)
     assert ended.code == 1
-    nothing = f"nothing listened at 127.0.0.1:{port} for 3 s, and that is each host's own address"
+    nothing = f"nothing listened at 127.0.0.1:{port} for 3 s (a loopback address: each host reaches only itself)"
     assert f"error: node 1 (127.0.0.1): {nothing}" in ended.output
 
 

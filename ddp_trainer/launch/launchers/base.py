@@ -60,7 +60,7 @@ class JobLauncher(Launcher):
         require(
             not read_environment().under_torchrun,
             f"hydra/launcher={launcher} starts a torchrun for each job: start the sweep with plain "
-            "python -m ddp_trainer, or leave it out to run the jobs one after another under this torchrun",
+            "python -m ddp_trainer, or leave hydra/launcher out to run the jobs one after another in this torchrun",
         )
         check_values(OmegaConf.to_object(config.hydra.launcher), "hydra.launcher.")
         self.config = config
@@ -105,8 +105,8 @@ class JobLauncher(Launcher):
             config = to_config(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
             config.check_world_size(self.world_size(config.device))
             job = Job(number=number, label=label, config=config, run_dir=job_dir(config.output_dir, config.name))
-            first = jobs.setdefault(job.run_dir, job)  # a sampler may propose a job twice: it runs once
-            fix = "sweep over keys that change the training"
+            first = jobs.setdefault(job.run_dir, job)  # a sweeper may propose a job twice: the job runs once
+            fix = "sweep over keys that change the training (device does not, for example)"
             require(first.config == config, f"{job.run_dir} is the run directory of {first.label} too: {fix}")
             return first
         except (ConfigError, OmegaConfBaseException, HydraException) as error:

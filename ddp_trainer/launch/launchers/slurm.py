@@ -134,9 +134,9 @@ def slurm(*command: str) -> str:
         done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=120, check=True)
         return done.stdout.strip()
     except FileNotFoundError:
-        raise ConfigError(f"hydra/launcher=slurm needs {command[0]}, which is missing: use a login node") from None
+        raise ConfigError(f"hydra/launcher=slurm needs {command[0]}, which is missing: run on a login node") from None
     except subprocess.TimeoutExpired:
-        raise TransientError(f"{command[0]} has not answered for 120 s: is slurmctld running?") from None
+        raise TransientError(f"{command[0]} has not answered for 120 s: check that slurmctld is running") from None
     except subprocess.CalledProcessError as error:
         kind = ConfigError if command[0] == "sbatch" else TransientError
         raise kind(f"hydra/launcher=slurm: {' '.join(error.stderr.split()) or shlex.join(command)}") from None

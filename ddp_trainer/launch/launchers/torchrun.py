@@ -57,8 +57,8 @@ class TorchrunLauncher(JobLauncher):
     def world_size(self, device: Device) -> int:
         require(
             device is Device.cpu or not self.gpus or self.max_parallel <= len(self.gpus),
-            f"hydra.launcher.max_parallel={self.max_parallel} must be at most the {len(self.gpus)} GPUs: "
-            "each job needs one, so lower it or set device=cpu",
+            f"hydra.launcher.max_parallel={self.max_parallel} must be at most the number of GPUs, {len(self.gpus)}: "
+            "lower it, because each job needs a GPU, or set device=cpu",
         )
         return self.nproc_per_node or len(self.gpus_of(device, 0)) or max(1, usable_cores() // self.max_parallel)
 

@@ -67,8 +67,8 @@ class NodeInfo:
     def port_taken(self) -> PortTakenError:
         """Return the error that another program has the head's port."""
         return PortTakenError(
-            f"port {self.head[1]} is taken on the head {self.head[0]} by another program or job (ss -ltnp there names "
-            "it): end it, or choose another port on all nodes"
+            f"port {self.head[1]} is taken on the head {self.head[0]} by another program or job (ss -ltnp on the head "
+            "names it): end it, or choose another port on all nodes"
         )
 
     def key(self) -> bytes:

@@ -75,7 +75,7 @@ async def compare(node: NodeInfo, head: Message) -> str:
         if abs(behind) > CLOCK_SECONDS:
             raise TransientError(
                 f"its clock is {abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the head's, and torchrun "
-                "takes a node that is 15 s behind for dead: set the clocks of all nodes (chrony or ntp)"
+                "treats a node that is 15 s behind as dead: synchronize the clocks of all nodes (chrony or ntp)"
             )
         await check_port(head.address, head.port, "it cannot reach the head")
     except (ConfigError, TransientError) as error:
@@ -102,11 +102,11 @@ def no_connection(node: NodeInfo, error: OSError) -> TransientError:
     """Return the error that the head cannot be reached."""
     target, seconds = "{}:{}".format(*node.head), f"{node.timeout:.0f} s"
     if isinstance(error, ConnectionError):
-        hint = ", and that is each host's own address" if ip_address(node.head[0]).is_loopback else ""
+        hint = " (a loopback address: each host reaches only itself)" if ip_address(node.head[0]).is_loopback else ""
         text = f"nothing listened at {target} for {seconds}{hint}: start node 0 there within {seconds} of this node"
     elif isinstance(error, TimeoutError):
-        text = f"{target} does not answer, packets are dropped: let the firewalls on the way pass this port"
+        text = f"{target} does not answer, packets are dropped: open this port in the firewalls between the nodes"
     else:
         reason = os.strerror(error.errno or 0)
-        text = f"{target} cannot be reached ({reason}): is the head up, and does ip route lead to it?"
+        text = f"{target} cannot be reached ({reason}): check that the head is up and ip route shows a route to it"
     return TransientError(text)

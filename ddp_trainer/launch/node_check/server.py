@@ -40,11 +40,11 @@ def take_port(node: NodeInfo) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
-                f"node 0 runs on the head, and {address} is not an address of this host ({node.address}): start node 0 "
-                "there, or give this node its own rank"
+                f"this host was started as node 0, the head, but {address} is not an address of this host "
+                f"({node.address}): give this host another node rank, or correct the address of the head"
             ) from None
         if error.errno != errno.EADDRINUSE:
-            raise ConfigError(f"port {port} cannot be used ({error.strerror}): choose another one") from None
+            raise ConfigError(f"port {port} cannot be used ({error.strerror}): choose another port") from None
     raise node.port_taken()
 
 
@@ -72,7 +72,7 @@ class Server:
             (await connect(*self.node.head))[1].close()
         except OSError:
             raise TransientError(
-                "this host cannot reach its own {}:{}: let its firewall pass the port".format(*self.node.head)
+                "this host cannot reach its own {}:{}: open the port in its firewall".format(*self.node.head)
             ) from None
         while not self.result.done():
             self.decide()
@@ -139,7 +139,7 @@ class Server:
             error = TransientError(
                 f"{num_ready} of {least}{node.min_nodes} nodes came within {node.timeout:.0f} s, "
                 f"missing: {names}{''.join(others)}: start all nodes "
-                f"within {node.timeout:.0f} s of each other, and see the output of these"
+                f"within {node.timeout:.0f} s of each other, and see the output of the missing nodes"
             )
             self.set_result(encode_error(error))
 
@@ -153,7 +153,7 @@ class Server:
             exclude_node(self.node.run_dir, nodes[rank].name)
         text = "; ".join(list(slow.values())[:4])
         where = ", ".join(f"node {rank} is {nodes[rank].address}" for rank in list(slow)[:4])
-        fix = "start the job without it, or set check.fitness=false"
+        fix = "start the job without slow nodes, or set check.fitness=false"
         return encode_error(TransientError(f"{text} ({where}): {fix}"))
 
     def set_result(self, result: str) -> None:
