@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034 # the scripts that source this file read its variables
 # Functions of local.sh and multinode.sh: the interpreter, the number of ranks, the job file, the graceful stop.
 
-# Set `python` to the interpreter: PYTHON, else that of the project's .venv, else python3.
+# Set `python` to the interpreter: PYTHON, else the interpreter in the project's .venv, else python3.
 find_python() {
     python=${PYTHON:-$here/../.venv/bin/python}
     if [[ -z ${PYTHON:-} && ! -x $python ]]; then python=python3; fi
@@ -13,7 +13,7 @@ refuse() {
     exit 2
 }
 
-# Set `ranks` to the number of ranks on this host: NPROC, else the number of GPUs, else of usable cores.
+# Set `ranks` to the number of ranks on this host: NPROC, else the number of GPUs, else the number of usable cores.
 count_ranks() {
     ranks=${NPROC:-}
     if [[ -z $ranks && -n ${CUDA_VISIBLE_DEVICES-all} ]]; then
@@ -35,9 +35,9 @@ make_work() {
     trap 'rm -rf -- "$work"' EXIT
 }
 
-# Set `program` to the arguments of Python in each rank: the doctor, or the training of $work/job.json, to which the
-# config of the arguments is composed and checked once: a mistake is one error, and nothing starts. The first
-# argument is the number of ranks, empty if it is not known.
+# Set `program` to Python's arguments in each rank: the doctor, or the training of the job file $work/job.json. The
+# config is composed and checked once, here, so that a mistake is one error and nothing starts. The first argument
+# of this function is the number of ranks, empty if it is not known.
 choose_program() {
     local world_size=${1:+world_size=$1}
     shift
@@ -50,16 +50,16 @@ choose_program() {
 }
 
 # Run torchrun with these arguments in a session of its own and return its exit code. The first Ctrl-C or TERM requests
-# a graceful stop by a file (torchrun would kill its ranks 30 s after a signal), the second one kills all at once.
-# With STOP_WITH_STDIN=1 a line on stdin, or its end, counts as a TERM.
+# a graceful stop through a file (torchrun would kill its ranks 30 s after a signal), the second kills all ranks at
+# once. With STOP_WITH_STDIN=1 a line on stdin, or the end of stdin, counts as a TERM.
 run_torchrun() {
     local child code reader='' stopping='' interrupted=''
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # num_threads decides; unset, torchrun prints a warning
-    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or torch warns of addresses that have no name
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # or torchrun prints a warning; the key num_threads decides
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or torch warns about addresses without a name
     export DDP_TRAINER_STOP_FILE=${DDP_TRAINER_STOP_FILE:-$work/stop}
     trap 'interrupted=1; stop' INT TERM
-    trap '' HUP # of a terminal that was closed: it ends no training
-    # setpriv: torchrun, and with it the ranks, ends too when this script is killed
+    trap '' HUP # so that training continues when the terminal is closed
+    # setpriv ends torchrun, which ends its ranks, when this script is killed
     setsid setpriv --pdeathsig TERM -- "$python" -m ddp_trainer.launch.agent --nproc-per-node="$ranks" \
         --log-dir="$work/torchrun" "$@" "${program[@]}" </dev/null &
     child=$!

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train on this host: launch/local.sh model=lenet epochs=10
-# or examine it: launch/local.sh doctor. NPROC is the number of ranks; unset, one per GPU, without GPUs one per core.
+# Examine this host: launch/local.sh doctor
+# NPROC is the number of ranks: by default one per GPU, or without GPUs one per core.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR source=functions.sh

@@ -3,22 +3,24 @@
 #
 #     NNODES=4 NODE_RANK=1 HEAD=10.0.0.1 launch/multinode.sh model=resnet18 epochs=20
 #
-# or once, and it starts itself on each over ssh:
+# or run it once, and it starts itself on each host over ssh:
 #
 #     HOSTS="a b c d" launch/multinode.sh model=resnet18 epochs=20
 #
-# The word doctor before the settings examines the hosts instead of training.
+# With the word doctor before the settings it examines the hosts instead of training.
 #
-# NNODES=MIN:MAX is an elastic job: it goes on while at least MIN nodes are there, and a node that comes back joins it.
+# NNODES=MIN:MAX starts an elastic job: it continues while at least MIN nodes run, and a node that comes back rejoins.
 # Its rendezvous executes pickles from any client that can reach PORT: use it on a trusted network only.
-#   HEAD      name or address of node 0, as all nodes know it (the first of HOSTS)
+#
+# Variables, with their defaults in parentheses:
+#   HEAD      name or address of node 0 that is valid on all nodes (the first of HOSTS)
 #   PORT      port of torchrun's store on HEAD (29400); a different one for each job on that host
-#   NPROC     ranks on a node: the number of GPUs, else of cores
-#   JOIN_SECONDS  how long nodes wait for each other (20)
-#   MAX_RESTARTS  how often the ranks of an elastic job may fail (20)
-#   PYTHON, SSH   the interpreter; the command that takes a host and a command line (ssh -o BatchMode=yes)
+#   NPROC     ranks on a node (the number of GPUs, or without GPUs of cores)
+#   JOIN_SECONDS  seconds that the nodes wait for each other (20)
+#   MAX_RESTARTS  how many times the ranks of an elastic job may fail and restart (20)
+#   PYTHON, SSH   interpreter (.venv, else python3); command that runs a command line on a host (ssh -o BatchMode=yes)
 #   DDP_TRAINER_JOB_SECRET  text that all nodes of the job share, so that no other program can take a node's place
-#             at the start; over ssh it is chosen at random
+#             at the start; with HOSTS it is random by default
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR source=functions.sh
@@ -28,14 +30,14 @@ run_here() {
     local address rendezvous is_host=0 compare=()
     local settings=(NNODES="$NNODES" NODE_RANK="$NODE_RANK" HEAD="$HEAD" PORT="$PORT" NPROC="$ranks")
     export DDP_TRAINER_COMMAND=${DDP_TRAINER_COMMAND:-"${settings[*]} $(quote "$0" "$@")"}
-    if [[ ${STOP_WITH_STDIN:-} ]]; then # started by run_over_ssh: the first line is the secret
+    if [[ ${STOP_WITH_STDIN:-} ]]; then # started by run_over_ssh: the first line of stdin is the secret
         IFS= read -r DDP_TRAINER_JOB_SECRET || exit 1
         export DDP_TRAINER_JOB_SECRET
     fi
     if [[ $NNODES == *:* ]]; then
         choose_program '' "$@"
         if ((NODE_RANK == 0)); then is_host=1; fi
-        # last_call_timeout: how many seconds MIN nodes wait for more, in later rounds as in the first
+        # last_call_timeout: how many seconds MIN nodes wait for more nodes, in every rendezvous of the job
         rendezvous=(--rdzv-backend=c10d --rdzv-conf="is_host=$is_host,join_timeout=120,last_call_timeout=5"
             --max-restarts="$restarts")
         # With the shared store of torch 2.14 a node that comes back does not learn the new master's address.
@@ -64,14 +66,14 @@ run_over_ssh() {
     secret=${DDP_TRAINER_JOB_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')}
     local variables=(NNODES HEAD PORT NPROC JOIN_SECONDS MAX_RESTARTS PYTHON PYTHONPATH DDP_TRAINER_PLUGINS
         DDP_TRAINER_COMMAND)
-    trap '' PIPE # from writing to a node that has ended
+    trap '' PIPE # so that writing to a node that has ended does not end this script
     for rank in "${!hosts[@]}"; do
         command="cd $(quote "$PWD") && env STOP_WITH_STDIN=1 NODE_RANK=$rank"
         for one in "${variables[@]}"; do
             if [[ -n ${!one:-} ]]; then command+=" $(quote "$one=${!one}")"; fi
         done
         command+=" $(quote "$here/multinode.sh" "$@")"
-        # The end of its stdin stops a node, so no other process may hold the write end.
+        # A node stops at the end of its stdin, so no other process may hold the write end.
         exec {pipe}> >(
             for one in "${pipes[@]}"; do exec {one}>&-; done
             exec setsid "${ssh[@]}" "${hosts[rank]}" "$command"

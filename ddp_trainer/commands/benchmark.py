@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 -m ddp_trainer benchmark model=lenet data=fashion_mnist
 
-Every strategy that can run here takes part, those of plug-ins included. Prints a table, and writes benchmark.json and
+Compares all strategies that can run here, also those of plug-ins. Prints a table, and writes benchmark.json and
 benchmark.png to <output_dir>/benchmark-<name>.
 """
 
@@ -30,7 +30,7 @@ PHASES = {
     "optimizer": ("optimizer", "#ccbb44"),
     "other": ("other", "#dddddd"),
 }
-"""The phases of a step in the picture: label and colour."""
+"""The label and the colour of each phase of a step in benchmark.png."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,11 +38,11 @@ class BenchmarkOptions:
     """The options of the command."""
 
     rounds: int = field(default=5, metadata=POSITIVE)
-    """Rounds; in each, every strategy takes some steps."""
+    """Number of rounds; each round measures every strategy once."""
     steps: int = field(default=20, metadata=POSITIVE)
-    """Optimizer steps of a strategy in a round."""
+    """Optimizer steps of each strategy per round."""
     strategies: str | None = None
-    """Choices of sync to compare, such as ddp,ring; null: all that can run here."""
+    """Strategies (choices of sync) to compare, such as ddp,ring; null: all strategies that can run here."""
 
     def __post_init__(self) -> None:
         known = registry.choices("sync")
@@ -51,7 +51,7 @@ class BenchmarkOptions:
 
     @property
     def names(self) -> list[str] | None:
-        """The strategies by name."""
+        """The names of the strategies to compare; None stands for all that can run here."""
         return None if self.strategies is None else self.strategies.split(",")
 
 
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
-    """Measure the strategies, and report on rank 0. Collective: every rank must call this."""
+    """Measure the strategies; print and write the result on rank 0. Collective: every rank must call this."""
     with disable_gc():
         from ddp_trainer.commands.step_benchmark import compare_strategies  # imports torch
         from ddp_trainer.training.start import start
@@ -79,7 +79,7 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 
 
 def to_table(result: dict[str, Any]) -> Table:
-    """Return the comparison for a terminal."""
+    """Return the comparison as a table for the terminal."""
     about, rows = result["about"], result["rows"]
     headers = ("img/s", "step ms", f"× {rows[0]['name']}", "min–max", "data", "fwd/bwd", "exposed comm", "optimizer",
                "sent MB", "expected")  # fmt: skip
@@ -100,13 +100,13 @@ def to_table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw images per second and the phases of a step, one bar per strategy; TransientError if it is not written."""
+    """Draw images per second and the phases of a step, a bar per strategy; TransientError if `path` is not written."""
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:
         print("benchmark.png is not drawn, because matplotlib is missing: pip install 'ddp_trainer[plot]'")
         return
-    about, rows = result["about"], result["rows"][::-1]  # the first at the top
+    about, rows = result["about"], result["rows"][::-1]  # the first strategy at the top
     figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
     for row in rows:

@@ -1,4 +1,4 @@
-"""From the words on a command line to composed configs, and from errors to exit codes."""
+"""Compose configs from the words of a command line, and turn errors into exit codes."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ from ddp_trainer.registry import PluginError
 T = TypeVar("T")
 
 RANK_0_SECONDS = 5.0
-"""How long other nodes wait for rank 0 to print an error: torchrun ends all ranks once one has exited."""
+"""Seconds that other ranks wait for rank 0 to print an error: torchrun ends all ranks once one rank has exited."""
 
 
 def run_command(
@@ -40,13 +40,13 @@ def run_command(
 
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
-    """Compose `words` and call ``function(config, run_dir)``, for each job of a sweep; exit as on any error."""
+    """Compose `words` and call ``function(config, run_dir)``, for each job of a sweep; exit on an error."""
     sys.argv[1:] = words
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
     def job(composed: DictConfig) -> float | None:
-        with errors_as_exit_codes():  # here, as Hydra would announce an exception that passes through it
+        with errors_as_exit_codes():  # inside the job, because Hydra prints exceptions that leave it
             config = to_config(composed)
             return function(config, job_dir(config.output_dir, config.name))
 
@@ -62,7 +62,7 @@ def for_each_job(function: Callable[[Config, Path], float | None], words: Sequen
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Exit with 2 for the user's input and with 1 for any other exception, each reported once."""
+    """Exit with 2 if the user's input is wrong and with 1 for any other exception; print each exception once."""
     try:
         yield
     except (TransientError, ConfigError, OmegaConfBaseException, HydraException, PluginError) as error:
@@ -75,7 +75,7 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 
 def check_arguments() -> None:
-    """Refuse bad overrides and unknown flags, for which argparse would print its usage on every rank; ConfigError."""
+    """Raise ConfigError for bad overrides and unknown flags; argparse would print its usage on every rank instead."""
 
     def reject(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -91,11 +91,11 @@ def check_arguments() -> None:
 
 
 def exit_with_user_error(error: Exception) -> NoReturn:
-    """Print the error in one line and exit: rank 0 prints, or the first rank of a node that it does not end."""
+    """Print the error in one line on local rank 0, and exit; rank 0 does so first, before torchrun ends other ranks."""
     try:
         environment = read_environment()
     except ConfigError:
-        environment = Environment()  # the error is about this: every process prints it
+        environment = Environment()  # the environment itself is wrong: every process prints the error
     if environment.rank != 0:
         time.sleep(RANK_0_SECONDS * (1 if environment.local_rank == 0 else 2))
     if environment.local_rank == 0:

@@ -3,9 +3,10 @@
     python -m ddp_trainer doctor                                 # this host
     torchrun --nproc_per_node=2 -m ddp_trainer doctor            # the ranks of a job, on all its nodes
     launch/multinode.sh doctor                                   # the same, on the nodes that multinode.sh starts
-    python -m ddp_trainer doctor RUN_DIR                         # where the ranks are that train in RUN_DIR now
+    python -m ddp_trainer doctor RUN_DIR                         # the current stacks of the ranks that train in RUN_DIR
 
-Takes the keys of a run (device, backend, output_dir …). Exits with 0 if ready, with 2 and the reason if not.
+Accepts the keys of a run (device, backend, output_dir …). Exits with 0 if training can start here, else with 2 and
+prints the reason.
 """
 
 import os
@@ -36,8 +37,8 @@ from ddp_trainer.performance.fitness import UNITS, measure_fitness
 from ddp_trainer.performance.timing import median_seconds
 
 MB = 2**20
-RANK_MB = 500  # of memory for a rank before it has any data: 390 MB were measured, with torch's CUDA build
-SLOW_DISK_MB, SLOW_NETWORK_MB = 50, 100  # per second: 2 s for a checkpoint of ResNet-18, 0.5 s for its gradients
+RANK_MB = 500  # memory of a rank before it loads any data: 390 MB were measured with torch's CUDA build
+SLOW_DISK_MB, SLOW_NETWORK_MB = 50, 100  # MB/s, at which a checkpoint of ResNet-18 takes 2 s, its gradients 0.5 s
 SKEW_SECONDS = 1.0  # how far clocks may be apart without a warning
 
 
@@ -46,13 +47,13 @@ class DoctorOptions:
     """The options of the command."""
 
     run_dir: str | None = None
-    """Measure the disk there; null: in the run directory of the config."""
+    """The directory whose disk is measured; null: the run directory of the config."""
     size_mb: int = field(default=25, metadata=POSITIVE)
-    """Size of the all-reduce that is measured; 25 is a bucket of DDP."""
+    """Size of the all-reduce that is measured, in MB; 25 is the size of DDP's buckets."""
 
 
 class Finding(NamedTuple):
-    """One line of the table. `advice` says what is wrong; with `is_error` training would fail, else it is a warning."""
+    """One line of the table. `advice` is the problem and its fix: an error if `is_error`, else a warning."""
 
     name: str
     value: str
@@ -61,7 +62,7 @@ class Finding(NamedTuple):
 
 
 def main(words: Sequence[str]) -> None:
-    """Examine and report; exit with 2 if the user's input is wrong or a run cannot train here, 1 if this fails."""
+    """Print the findings; exit with 2 for wrong input or if a run cannot train here, with 1 if a check fails."""
     if words and not wants_help(words) and "=" not in words[0] and not words[0].startswith("-"):
         with errors_as_exit_codes():
             require(len(words) == 1, "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …")
@@ -71,7 +72,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
-    """Print the findings on rank 0, and exit with 2 on all ranks if one is an error. Collective."""
+    """Print the findings on rank 0, and exit with 2 on all ranks if a finding is an error. Collective."""
     with process_group(read_environment(), **config.process_group) as world:
         findings = examine(world, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
     errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
@@ -87,7 +88,7 @@ def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
 def examine(world: World, *, run_dir: Path, size_mb: int) -> list[Finding]:
     """Return the findings, the same on every rank. Collective: every rank must call this."""
     network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
-    fitness = fitness_findings(world)  # all ranks end it at once, and then read their clocks
+    fitness = fitness_findings(world)  # before the clocks, because all ranks finish it at the same time
     ranks = world.all_gather_object((socket.gethostname(), time.time(), host_findings(world)))
     nodes = {host: [Finding(*finding) for finding in findings] for host, _, findings in reversed(ranks)}
     where = f"{plural(len(nodes), 'node')}, {world.backend} on {world.device.type}"
@@ -106,7 +107,7 @@ def host_findings(world: World) -> list[Finding]:
     """Return the findings about the host of this rank."""
     cores, ranks = plural(usable_cores(), "core"), plural(world.local_world_size, "rank")
     is_crowded = usable_cores() < world.local_world_size
-    meminfo = Path("/proc/meminfo").read_text()  # of the host: a container's limit may be lower
+    meminfo = Path("/proc/meminfo").read_text()  # memory of the host: the limit of a container may be lower
     memory_mb = int(meminfo.partition("MemAvailable:")[2].split()[0]) // 1024
     shm_mb = shutil.disk_usage("/dev/shm").free // MB if os.path.isdir("/dev/shm") else 0
     gpus, driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version")
@@ -125,7 +126,7 @@ def host_findings(world: World) -> list[Finding]:
 
 
 def merge(nodes: dict[str, Finding]) -> Finding:
-    """Return one line from those of several nodes: the value once if all have the same. Versions must be the same."""
+    """Return the findings of several nodes as one, which shows a common value once. Versions must be the same."""
     name, value, _, _ = next(iter(nodes.values()))
     advice = "; ".join(f"{host}: {finding.advice}" for host, finding in nodes.items() if finding.advice)
     if all(finding.value == value for finding in nodes.values()):
@@ -137,7 +138,7 @@ def merge(nodes: dict[str, Finding]) -> Finding:
 
 
 def disk_finding(run_dir: Path) -> Finding:
-    """Write 64 MB where a run would write, and return how fast they reached the disk."""
+    """Write 64 MB to the disk of `run_dir`, and return the finding with the rate in MB/s."""
     folder = next(folder for folder in (run_dir, *run_dir.absolute().parents) if os.path.isdir(folder))
     data, began = os.urandom(64 * MB), time.monotonic()
     try:
@@ -154,7 +155,7 @@ def disk_finding(run_dir: Path) -> Finding:
 
 
 def network_findings(world: World, *, size_mb: int) -> list[Finding]:
-    """Return latency and bandwidth of an all-reduce. Collective: every rank must call this."""
+    """Return the latency and the bandwidth of an all-reduce. Collective: every rank must call this."""
     message = torch.zeros(size_mb * MB // 4, device=world.device)
     latency = median_seconds(lambda: world.all_reduce(message[:1]), world.device, times=100)
     seconds = median_seconds(lambda: world.all_reduce(message), world.device, times=5)
@@ -167,7 +168,7 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
 
 
 def fitness_findings(world: World) -> list[Finding]:
-    """Return how fast the ranks compute and move memory, all at the same time. Collective."""
+    """Return the computing speed and memory bandwidth of the ranks, measured on all at the same time. Collective."""
     ranks = world.all_gather_object(
         (socket.gethostname(), measure_fitness(world.device, num_threads=world.num_threads))
     )
@@ -183,7 +184,7 @@ def fitness_findings(world: World) -> list[Finding]:
 
 
 def clock_finding(differences: dict[str, float]) -> Finding:
-    """Return the largest of the `differences` in seconds from rank 0's clock, by host."""
+    """Return the finding on the largest of `differences`: seconds between the clock of a host and that of rank 0."""
     host, skew = max(((host, abs(seconds)) for host, seconds in differences.items()), key=lambda item: item[1])
     advice = f"the clock of {host} differs by {skew:.1f} s from that of rank 0: synchronize the clocks (chrony or ntp)"
     return Finding("clocks", f"within {skew:.3f} s", advice if skew > SKEW_SECONDS else "", skew > CLOCK_SECONDS)

@@ -5,8 +5,8 @@
     python -m ddp_trainer evaluate outputs/pets data.root=other_pets
 
 Prints loss, top-1 and top-5, and writes them to evaluation/<checkpoint>-<split>/ in the run directory, with precision
-and recall of each class, the confusion matrix, the calibration and the worst mistakes. Keys of the config that do not
-change what was trained can be set too, for example device, eval_batch_size, data.root and data.num_workers.
+and recall of each class, the confusion matrix, the calibration and the worst mistakes. Config keys that do not change
+the trained model can be set too, for example device, eval_batch_size, data.root and data.num_workers.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class EvaluateOptions(CheckpointOptions):
     """The options of the command."""
 
     split: SplitName | None = None
-    """test, validation or train; null: the one on which the training evaluated."""
+    """test, validation or train; null: the split on which the training evaluated."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def print_scores(scored: "Scored") -> None:
-    """Print the scores, the classes that are recognized worst, and the folder of the files."""
+    """Print the scores, the classes with the lowest recall, and the folder of the written files."""
     scores, trained = scored.scores, scored.trained
     print(
         f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step}) on {scores.count:,} {scored.split.name} "

@@ -4,9 +4,9 @@
     python -m ddp_trainer export outputs/pets format=onnx checkpoint=last preprocessing=outside
 
 Writes export/model.safetensors, export/model.pt2 (torch.export) and export/model.onnx in the run directory, and
-model_card.md, which says how to use them. A file is kept if its probabilities are those of the checkpoint, within 1e-5,
-on 1,000 images of the split on which the training evaluated. Keys of the config that do not change what was trained can
-be set too, for example data.root.
+model_card.md, which explains how to use them. A file is kept only if its probabilities differ by at most 1e-5 from
+those of the checkpoint on 1,000 images of the split on which the training evaluated. Config keys that do not change the
+trained model can be set too, for example data.root.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from ddp_trainer.distributed.memory import disable_gc
 
 
 class Place(Enum):
-    """The place of the preprocessing: in the exported files, or left to their user."""
+    """Where the preprocessing is done: inside the exported files, or outside, by the program that uses them."""
 
     inside = "inside"
     outside = "outside"
@@ -33,11 +33,11 @@ class ExportOptions(CheckpointOptions):
     """The options of the command."""
 
     format: str = "safetensors,pt2,onnx"
-    """The formats, with commas."""
+    """The formats, separated by commas."""
     preprocessing: Place = Place.inside
-    """inside: the files take uint8 images [N, C, H, W]; outside: normalized float32. Neither is for safetensors."""
+    """inside: the files take uint8 images [N, C, H, W]; outside: normalized float32. No effect on safetensors."""
     check_images: int = field(default=1000, metadata=NOT_NEGATIVE)
-    """Number of images on which each file is compared with the checkpoint; 0: none, for a machine without the data."""
+    """Images on which each file is compared with the checkpoint; 0: no comparison, for a machine without the data."""
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """``freeze``: compose and check a config, and write it to a job file.
 
-Launch scripts and sweeps train job files, so that a mistake is one error before anything starts.
+Launch scripts and sweeps train from job files, so that a mistake is reported once, before any rank starts.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ class FreezeOptions:
     world_size: int | None = field(default=None, metadata=POSITIVE)
     """Check the config for this number of ranks."""
     job: int | None = None
-    """The settings are a sweep: take its job of this number, from 0."""
+    """Number of the job to write if the settings are a sweep, from 0."""
     base: str | None = None
-    """Change the config of this job file; its run directory stays."""
+    """Job file whose config is changed by the settings; the run directory stays the same."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, Path]:
-    """Return the config and run directory of `overrides`, of a sweep those of job `number`; ConfigError without one."""
+    """Return config and run directory of `overrides`, or of job `number` of a sweep; ConfigError without such a job."""
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)

@@ -25,9 +25,9 @@ from ddp_trainer.launch.node_check.server import wait_for_nodes
 
 MAX_NODES = 65535
 FITNESS_SECONDS = 60.0
-"""How much longer nodes wait for each other if each measures its speed first."""
+"""How many seconds longer the nodes wait for each other if each node measures its speed first."""
 SHM_MB = 512
-"""What NCCL may need in /dev/shm between the GPUs of a node; its manual advises 1 GB, and Docker gives 64 MB."""
+"""Space that NCCL may need in /dev/shm for the GPUs of a node; NCCL's manual advises 1 GB, Docker gives 64 MB."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,24 +45,24 @@ class NodeCheckOptions:
     timeout: float = field(default=20.0, metadata=rule("greater than 0, and less than a day", lambda s: 0 < s < 86400))
     """How many seconds the nodes wait for each other."""
     rdzv_id: str = "none"
-    """torchrun's --rdzv-id."""
+    """The value of torchrun's --rdzv-id."""
     job_file: str | None = None
-    """File of the command freeze; its config must be the same on all nodes."""
+    """Job file, written by freeze; its config must be the same on all nodes."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Exit with 0 if all nodes can start, 2 for what the user has to change, 1 for what may be different later."""
+    """Exit with 0 if all nodes can start, 2 if the user has to change something, 1 if a later attempt may succeed."""
     with errors_as_exit_codes():
         options, rest = parse_options(NodeCheckOptions, words, usage="node-check option=value …", description=__doc__)
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
         node = describe_node(options)
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch prints stack traces when another program has the port
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # or torch prints stack traces when another program has the port
         asyncio.run((ask_head if node.node_rank else wait_for_nodes)(node, find_gpu_error(node)))
     print(node.address)
 
 
 def describe_node(options: NodeCheckOptions) -> NodeInfo:
-    """Return this node and its job; ConfigError if an option is not valid, TransientError if the head has no route."""
+    """Return this node and its job; ConfigError for a wrong option, TransientError if there is no route to the head."""
     smallest, _, largest = options.nnodes.partition(":")
     min_nodes, max_nodes = (
         int(text) if len(text) < 6 and text.isdecimal() else 0 for text in (smallest, largest or smallest)
@@ -93,7 +93,7 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
 
 
 def measure_speeds(device: Device) -> dict[str, float]:
-    """Return what this node can do, with all cores that it has for the job, or by its GPUs."""
+    """Return the speeds of this node by name: those of its slowest GPU, or without GPUs those of all usable cores."""
     from ddp_trainer.performance.fitness import UNITS, measure_node  # imports torch, which takes seconds
 
     speeds = measure_node(num_threads=usable_cores(), use_gpus=device is not Device.cpu)
@@ -103,8 +103,8 @@ def measure_speeds(device: Device) -> dict[str, float]:
 
 
 def find_gpu_error(node: NodeInfo) -> ConfigError | None:
-    """Return why this node cannot run the config: it has no GPU, or too little shared memory for NCCL between GPUs."""
-    # NVIDIA's device files, or the one that stands for all GPUs in WSL, of AMD or of Jetson
+    """Return the error if this node lacks a GPU for the config, or shared memory for NCCL between GPUs; else None."""
+    # NVIDIA has one device file per GPU; WSL (dxg), AMD (kfd) and Jetson (nvhost-gpu) have one for all GPUs
     num_gpus = sum(len(list(Path("/dev").glob(name))) for name in ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu"))
     for key, value in (("backend", "nccl"), ("device", "cuda")):
         if node.config.get(key) == value and not num_gpus:

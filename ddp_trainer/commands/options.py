@@ -21,13 +21,13 @@ class CheckpointOptions:
     """The options that the commands for trained models share."""
 
     checkpoint: str = "best"
-    """best (that of the highest top-1), last, or a step."""
+    """best (highest top-1), last (the newest), or the number of a step."""
 
 
 def parse_options(
     schema: type[T], words: Sequence[str], *, usage: str = "", description: str | None = ""
 ) -> tuple[T, list[str]]:
-    """Return the options among `words`, as a `schema` object whose rules hold, and the other words.
+    """Return the options among `words`, as a `schema` object with checked values, and the other words.
 
     If `words` ask for help, print `usage`, `description` and all options with their defaults, and exit with 0.
     """
@@ -39,7 +39,7 @@ def parse_options(
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     tree = OmegaConf.structured(schema)
     for key, _, text in (word.partition("=") for word in own):
-        is_text = isinstance(tree._get_node(key), StringNode)  # a path, for example: not to be read as YAML
+        is_text = isinstance(tree._get_node(key), StringNode)  # text, for example a path, is not parsed as YAML
         tree[key] = text if is_text else OmegaConf.from_dotlist([f"{key}={text}"])[key]
     options = OmegaConf.to_object(tree)
     check_values(options)
@@ -47,13 +47,13 @@ def parse_options(
 
 
 def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that are paths, and those that are ``key=value``; a path with = begins with ./ or /."""
+    """Return the words that are paths, and those that are ``key=value``; a path with = must begin with ./ or /."""
     overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
     return [word for word in words if word not in overrides], overrides
 
 
 def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -> str:
-    """Return a line for each key of a dataclass object and of those inside it: key, value and description."""
+    """Return a line (key, value, description) for each field of a dataclass object and of the objects nested in it."""
     texts, lines = field_docstrings(type(section)), []
     for name in [field.name for field in fields(section) if field.name not in skip]:
         value = getattr(section, name)
@@ -69,7 +69,7 @@ def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -
 
 
 def field_docstrings(schema: type) -> dict[str, str]:
-    """Return the string literal that stands below each field of a dataclass and of its bases."""
+    """Return the docstring below each field of a dataclass and of its bases, by the name of the field."""
     texts: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         [tree] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
@@ -82,7 +82,7 @@ def field_docstrings(schema: type) -> dict[str, str]:
 
 
 def wants_help(words: Sequence[str]) -> bool:
-    """Return whether the words ask for help."""
+    """Return whether `words` contain --help or -h."""
     return "--help" in words or "-h" in words
 
 

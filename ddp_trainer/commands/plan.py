@@ -1,11 +1,11 @@
-"""Predict the step time of each strategy on more ranks than there are here:
+"""Predict the step time of each strategy on more ranks than are available here:
 
     torchrun --nproc_per_node=2 -m ddp_trainer plan model=resnet18 data=fashion_mnist
     python -m ddp_trainer plan bandwidth_mbit=1000 latency_us=100 model=resnet18
 
 Measures the time that a rank computes in a step, and the latency and bandwidth of the process group unless both are
-given. From these alone a model predicts the step time, the efficiency, and the smallest batch per rank with which
-forward and backward take as long as the all-reduce, so that they can hide it. Prints a table, and writes plan.json to
+given as options. A cost model predicts from these numbers the step time, the efficiency, and the smallest batch per
+rank with which forward and backward take long enough to hide the all-reduce. Prints a table, and writes plan.json to
 <output_dir>/plan-<name>.
 """
 
@@ -32,13 +32,13 @@ class PlanOptions:
     """The options of the command."""
 
     ranks: str = "1,2,4,8,16,64,256,1024,4096"
-    """Numbers of ranks to predict for."""
+    """Numbers of ranks for which the step time is predicted."""
     bandwidth_mbit: float | None = field(default=None, metadata=POSITIVE)
-    """Of the network, in each direction; null: measured."""
+    """Bandwidth of the network in each direction, in Mbit/s; null: measured."""
     latency_us: float | None = field(default=None, metadata=NOT_NEGATIVE)
-    """Of the network; null: measured."""
+    """Latency of the network, in microseconds; null: measured."""
     steps: int = field(default=10, metadata=POSITIVE)
-    """Optimizer steps of a measurement."""
+    """Optimizer steps per measurement."""
 
     def __post_init__(self) -> None:
         is_whole = (self.bandwidth_mbit is None) == (self.latency_us is None)
@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
-    """Measure on the ranks that there are, and predict for the others on rank 0. Collective."""
+    """Measure on the ranks of this job, and report the predictions on rank 0. Collective."""
     environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
     ranks, batch = environment.world_size, config.global_batch_size
     fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"

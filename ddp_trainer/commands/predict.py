@@ -4,9 +4,9 @@
     python -m ddp_trainer predict outputs/pets holiday/ > predictions.jsonl
     find holiday -name '*.jpg' | python -m ddp_trainer predict outputs/pets -
 
-Prints a line of JSON for each file, in their order: path, label, probability, and top, which is a list of
-[label, probability]. Files that cannot be read are named on stderr and left out. Keys of the config that do not change
-what was trained can be set too, for example device.
+Prints a line of JSON for each file, in the order of the files: path, label, probability, and top, which is a list of
+[label, probability]. Files that cannot be read are named on stderr and left out. Config keys that do not change the
+trained model can be set too, for example device.
 """
 
 import json
@@ -29,13 +29,13 @@ class PredictOptions(CheckpointOptions):
     """The options of the command."""
 
     top: int = field(default=5, metadata=POSITIVE)
-    """How many classes are listed."""
+    """Number of classes in top, the most probable first."""
     batch_size: int = field(default=64, metadata=POSITIVE)
-    """Images that pass through the model at once."""
+    """Images per forward pass of the model."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Classify files; exit with 2 if the user's input is wrong, and 1 if anything else fails."""
+    """Classify files; exit with 2 for wrong input, with 1 for any other failure."""
     usage = "predict RUN_DIR FILES|FOLDER|- [key=value …]"
     with errors_as_exit_codes():
         options, rest = parse_options(PredictOptions, words, usage=usage, description=__doc__)
@@ -44,13 +44,13 @@ def main(words: Sequence[str]) -> None:
         require(read_environment().world_size == 1, "predict runs in one process: start it without torchrun")
         try:
             predict(Path(paths[0]), paths[1:], options, overrides)
-        except BrokenPipeError:  # the reader has seen enough, as in: predict … | head
+        except BrokenPipeError:  # the reader has ended, as in: predict … | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(FAILURE)
 
 
 def predict(run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]) -> None:
-    """Print a line for each file."""
+    """Print the prediction for each file as a line of JSON."""
     with disable_gc():  # imports torch
         import torch
 

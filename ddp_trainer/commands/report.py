@@ -4,8 +4,8 @@
     python -m ddp_trainer report outputs/digits-resnet18-ddp outputs/digits-lenet-ddp output=report.html
 
 It shows the curves, the time of a step by phase, the evaluations with their mistakes, the configs and the versions.
-Runs are compared in the same charts and tables. Only the files in the run directories are read; the command evaluate
-writes the evaluations.
+Several runs are compared in the same charts and tables. Only the files in the run directories are read; the command
+evaluate writes the evaluations.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Create the folder of `path`, which is written inside the context; TransientError if that fails."""
+    """Create the folder of `path`, a file that the context's body writes; TransientError if either fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

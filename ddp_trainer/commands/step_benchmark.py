@@ -1,4 +1,4 @@
-"""The measurements of benchmark and plan: the steps of all strategies, those of a rank alone, and messages."""
+"""The measurements of benchmark and plan: steps of all strategies, steps of a rank alone, and messages."""
 
 import gc
 import platform
@@ -33,11 +33,11 @@ from ddp_trainer.training.start import Start
 from ddp_trainer.training.step import TrainStep
 
 Tags = dict[str, float]
-"""The tags of a `StepTimer`'s window."""
+"""The values of a `StepTimer`'s window, by tag."""
 WARMUP_STEPS = 3
-"""At least so many steps are not measured: DDP rebuilds its buckets after the first, PowerSGD begins at the third."""
+"""Minimum of unmeasured steps: DDP rebuilds its buckets after the first step, and PowerSGD begins at the third."""
 MIN_ELEMENTS = 2**20
-"""Of the message that measures bandwidth: a smaller one, such as LeNet's gradients, measures latency again."""
+"""Least number of elements to measure bandwidth: fewer, such as LeNet's gradients, would measure latency."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class StepRun:
         return self.timer.close_window(self.step.settings.global_batch_size)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batches of one epoch after another, from the position of the step on."""
+        """Yield the batches of one epoch after another, starting after the steps that were already taken."""
         sampler = self.loaders.sampler
         while True:
             sampler.set_epoch(*divmod(self.step.count, sampler.steps_per_epoch))
@@ -85,7 +85,7 @@ def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
 
 
 def without_other_ranks(world: World) -> World:
-    """Return the world of this rank if there were no others."""
+    """Return `world` as it would be if this rank were the only one."""
     return replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 
@@ -118,7 +118,7 @@ def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence
 
 
 def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[str, StepRun | None], dict[str, str]]:
-    """Return the strategies that run here (None where only rank 0 takes part), and why others cannot. Collective."""
+    """Return the strategies that run here (None if only rank 0 takes part), and why others cannot run. Collective."""
     runs: dict[str, StepRun | None] = {}
     left_out: dict[str, str] = {}
     loaders: Callable[[World], Loaders] = cache(lambda world: replace(begun, world=world).build_loaders())
@@ -132,7 +132,7 @@ def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[st
 
 
 def variants(name: str, world: World) -> dict[str, SyncConfig]:
-    """Return the options with which a strategy is compared, by name in the table."""
+    """Return the configs with which the strategy `name` is compared, by their names in the table."""
     if name == "replicas":
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         return {name: ReplicasConfig(devices=gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size)}
@@ -143,7 +143,7 @@ def variants(name: str, world: World) -> dict[str, SyncConfig]:
 
 
 def build_strategy_run(sync: SyncConfig, begun: Start, loaders: Callable[[World], Loaders]) -> StepRun | None:
-    """Return the step of a strategy where this rank takes part in it. Collective."""
+    """Return the step of a strategy, or None on a rank that does not take part in it. Collective."""
     all_ranks = begun.world
     alone = replace(without_other_ranks(all_ranks), num_threads=all_ranks.num_threads * all_ranks.local_world_size)
     world = alone if sync.single_process else all_ranks
@@ -208,11 +208,11 @@ def about(begun: Start) -> dict[str, Any]:
 
 
 def measure_compute(begun: Start, *, steps: int) -> Compute:
-    """Return the times of a rank's share of the batch, and of half of it for the time per image. Collective."""
+    """Return the compute times of a rank's share of the batch; the time per image is from half a share. Collective."""
     alone, share = without_other_ranks(begun.world), begun.config.global_batch_size // begun.world.world_size
     configs = [replace(begun.config, sync=NoSyncConfig(), global_batch_size=batch) for batch in (share, share // 2)]
     run, smaller = (build_step_run(replace(begun, config=config, world=alone)) for config in configs)
-    # Medians over three windows, after one to warm up.
+    # Medians over three windows, after one window to warm up.
     tags, fewer = (median_tags([subject.take_steps(steps) for _ in range(4)][1:]) for subject in (run, smaller))
     seconds, gradients = compute_seconds(tags), [torch.ones_like(parameter) for parameter in run.parameters]
     return Compute(
@@ -228,12 +228,12 @@ def measure_compute(begun: Start, *, steps: int) -> Compute:
 
 
 def compute_seconds(tags: Tags) -> float:
-    """Return the seconds of forward and backward, in which a rank alone has no communication."""
+    """Return the seconds of forward, backward and gradient sync; a rank alone does not communicate in them."""
     return (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
 
 
 def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
-    """Return how many seconds forward and backward take longer inside DDP on one rank, by hook. Collective."""
+    """Return the seconds that DDP adds to forward and backward on one rank, by communication hook. Collective."""
     group, _ = dist.new_subgroups(group_size=1)
     step, bare = run.step, (run.step.sync, run.step.replica)
     configs = [config for config in VARIANTS.values() if isinstance(config, DDPConfig)]
@@ -246,13 +246,13 @@ def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
             run.take_steps(WARMUP_STEPS)
             longer[config.comm_hook.name].append(compute_seconds(run.take_steps(steps)) - seconds)
             step.sync, step.replica = bare
-            gc.collect()  # the DDP module, which is in reference cycles, and its hooks
+            gc.collect()  # frees the DDP module, which is in reference cycles, and its hooks
     dist.destroy_process_group(group)
     return {hook: max(0.0, statistics.median(differences)) for hook, differences in longer.items()}
 
 
 def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[float]:
-    """Return when the gradient of each parameter is ready, the last of them after `forward_backward` seconds."""
+    """Return the seconds after which each parameter's gradient is ready, scaled to end at `forward_backward`."""
     began: list[float] = []
     times: list[list[float]] = [[] for _ in run.parameters]
 
@@ -272,7 +272,7 @@ def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[fl
 
 
 def measure_network(compute: Compute, world: World) -> Network:
-    """Return the cost of messages in this process group. Collective: every rank must call this."""
+    """Return the latency, bandwidth and overhead of this process group. Collective: every rank must call this."""
     device, world_size = world.device, world.world_size
     large = torch.zeros(max(MIN_ELEMENTS, int(compute.size / 4)), device=device)
     gradients = [torch.zeros(shape, device=device) for shape in compute.shapes]

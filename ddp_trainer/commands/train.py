@@ -25,11 +25,11 @@ class TrainOptions:
     """The options of the command."""
 
     job_file: str | None = None
-    """Train what a file of the command freeze says; there are no other arguments then."""
+    """Train the job of this file, written by freeze; no other arguments are possible then."""
 
 
 def main(words: Sequence[str]) -> None:
-    """Train one job or those of a sweep; exit with 2 for wrong input, with 1 for any other failure."""
+    """Train one job or the jobs of a sweep; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
         print_keys()
         return
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether this process runs a sweep; ConfigError if a launcher was chosen whose jobs do not run here."""
+    """Return whether this process runs a sweep; ConfigError for a launcher that cannot be used in this mode."""
     hydra = HydraConfig.get()
     launcher, is_multirun = hydra.runtime.choices["hydra/launcher"], hydra.mode is RunMode.MULTIRUN
     way_out = "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"
@@ -55,13 +55,13 @@ def is_sweep() -> bool:
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
-    """Run one job and return its best top-1 for a sweeper; a graceful stop of it ends the sweep.
+    """Run one job and return its best top-1 for a sweeper; a graceful stop of the job ends the sweep.
 
-    The jobs of a sweep share a process group, which the stack `sweep` leaves.
+    The jobs of a sweep share one process group, which is left when the exit stack `sweep` is closed.
     """
     environment = read_environment()
     config.check_world_size(environment.world_size)
-    with disable_gc():  # torch takes seconds to import; an error in the config should not
+    with disable_gc():  # after the checks, because torch takes seconds to import
         from ddp_trainer.distributed.process_group import process_group
         from ddp_trainer.training.run import run
         from ddp_trainer.training.summary import Status
@@ -69,12 +69,12 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
         sweep.enter_context(process_group(environment, **config.process_group))
     summary = run(config, run_dir)
     if sweep is not None and summary.status is Status.stopped:
-        sys.exit(0)  # Hydra goes on with the next job after an Exception, which this is not
+        sys.exit(0)  # SystemExit, because after an Exception Hydra runs the next job
     return summary.best_top1
 
 
 def print_keys() -> None:
-    """Print the keys of the config, with those of every choice of every group."""
+    """Print the keys of the config, and the keys of every choice of every group."""
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
     print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
     for group in registry.GROUPS:

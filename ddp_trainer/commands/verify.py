@@ -2,8 +2,9 @@
 
     python -m ddp_trainer verify outputs/digits-resnet18-ddp
 
-Every checkpoint matches its checksum, every epoch used exactly the samples that its seed selects, metrics.jsonl and
-TensorBoard have every step once, and the summary is of the last checkpoint. Exits with 1 if one of these is not so.
+Checks that every checkpoint matches its checksum, that every epoch used exactly the samples that the seed selects, that
+metrics.jsonl and TensorBoard have every step once, and that summary.json agrees with the newest checkpoint. Exits with
+1 if a check fails.
 """
 
 import sys
@@ -41,7 +42,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def find_damage(run_dir: Path) -> dict[str, list[str]]:
-    """Return the findings of each check, by its name."""
+    """Return the findings of each check, by the name of the check."""
     files = RunFiles(run_dir)
     checks = (check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary)
     return {check.__name__.removeprefix("check_"): list(check(files)) for check in checks}
@@ -70,7 +71,7 @@ def read_checkpoint(path: Path) -> State | str:
 
 
 def check_config(files: RunFiles) -> Iterator[str]:
-    """Yield the finding that config.yaml cannot be read."""
+    """Yield a finding if config.yaml cannot be read."""
     with suppress(OSError, yaml.YAMLError):
         if isinstance(yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict):
             return
@@ -102,7 +103,7 @@ def check_metrics(files: RunFiles) -> Iterator[str]:
 
 
 def check_samples(files: RunFiles) -> Iterator[str]:
-    """Yield the epochs that did not use each of the samples that the seed selects once."""
+    """Yield the epochs that did not use each sample that the seed selects exactly once."""
     logged = {record.get("epoch"): record for record in files.records if "samples/digest" in record}
     for epoch in range(files.newest["epoch"] if files.newest and files.metrics.exists() else 0):
         digest, count = expected_digest(files.newest, epoch=epoch)

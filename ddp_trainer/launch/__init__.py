@@ -1,1 +1,1 @@
-"""How the ranks of a job are started: job files, the check of the nodes, torchrun with exit codes, and sweeps."""
+"""How the ranks of a job are started: job files, the node check, torchrun with exit codes, and launchers of sweeps."""

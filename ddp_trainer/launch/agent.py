@@ -1,9 +1,9 @@
-"""torchrun with an exit code to act upon: ``python -m ddp_trainer.launch.agent [torchrun's options] -m ddp_trainer …``.
+"""torchrun with two exit codes: ``python -m ddp_trainer.launch.agent [torchrun's options] -m ddp_trainer …``.
 
-It exits with 2 if the rank that failed first has refused the user's input, which it has printed; torchrun itself
-always exits with 1. It adds ``--rdzv-backend=bound``: torchrun's static rendezvous, with a store that listens on one
-address. The store of ``--rdzv-backend=static`` listens on all network interfaces; that of ``c10d``, and of
-``--standalone``, also does, and executes pickles that any client can put there.
+It exits with 2 if the rank that failed first has exited with 2 (the user's input is wrong, and the rank has printed the
+error), and with 1 for any other failure, as torchrun always does. It adds ``--rdzv-backend=bound``: torchrun's static
+rendezvous, with a store that listens on one address. The stores of ``--rdzv-backend=static``, ``c10d`` and
+``--standalone`` listen on all network interfaces; those of the last two also execute pickles from any client.
 """
 
 import logging
@@ -23,14 +23,14 @@ from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.launch.network import address_of, listen
 
 QUIET = ("multiprocessing.api", "agent.server.api")
-"""Loggers that repeat that a rank has failed, or warn that the first node has ended before this one."""
+"""Loggers to silence: they repeat that a rank has failed, or warn that node 0 has ended before this node."""
 JOIN_SECONDS = 600
 
 
 class BoundRendezvous(StaticTCPRendezvous):
     """``--rdzv-backend=bound --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=R,timeout=SECONDS``.
 
-    The store of node 0 listens on ADDRESS only; on a single node PORT may be 0, which is any free port.
+    The store of node 0 listens on ADDRESS only; in a job of one node PORT may be 0, which stands for any free port.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -61,7 +61,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 def root_cause(rank: int, failure: ProcessFailure) -> str:
     """Return in one line why a rank failed; the line begins with "error: " unless the rank has printed such a line."""
     message: Any = failure.message
-    if isinstance(message, dict):  # the content of its error file
+    if isinstance(message, dict):  # the content of the rank's error file
         lines = message["extraInfo"]["py_callstack"].splitlines()
         if lines[0].startswith("Traceback"):
             return f"error: {lines[-1]}"
@@ -72,11 +72,11 @@ def root_cause(rank: int, failure: ProcessFailure) -> str:
 
 
 def main() -> None:
-    """Run torchrun, and exit with the code of the rank that failed first if that is 2, else with 1."""
+    """Run torchrun; exit with 2 if the rank that failed first has exited with 2, with 1 after any other failure."""
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", BoundRendezvous)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal that was closed: it ends no training
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # so that training continues when the terminal is closed
     try:
         torchrun(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:

@@ -11,14 +11,14 @@ from ddp_trainer.distributed.files import replace_text
 
 
 def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
-    """Write the job file that `read_job` reads; `config` is the config as builtins."""
+    """Write a job file, which `read_job` reads; `config` is the result of `to_builtins`."""
     replace_text(path, json.dumps({"run_dir": str(run_dir), "config": config}, indent=1) + "\n")
 
 
 def read_job(path: Path) -> tuple[Config, Path]:
     """Return the config and the run directory of a job file.
 
-    ConfigError if there is none at `path` or its config breaks a rule, OmegaConfBaseException if a key is unknown.
+    ConfigError if `path` is not a job file or its config breaks a rule, OmegaConfBaseException if a key is unknown.
     """
     try:
         job: dict[str, Any] = json.loads(path.read_text())

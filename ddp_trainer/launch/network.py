@@ -11,13 +11,13 @@ from ddp_trainer.config.errors import ConfigError, TransientError
 
 T = TypeVar("T")
 ANSWER_SECONDS = 4.0
-"""How long a host may take to answer: the kernel needs 3 s to find that none is there."""
+"""How many seconds a host may take to answer: the kernel needs 3 s to notice that no host has the address."""
 MAX_BYTES = 2**16
 """The longest line that a connection receives."""
 
 
 def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
-    """Return ``function()``; raise TimeoutError after `timeout` seconds, and leave it to a thread that dies at exit."""
+    """Return ``function()``; raise TimeoutError after `timeout` seconds, and let a daemon thread finish the call."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -31,13 +31,13 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
 
 
 def address_of(name: str) -> str:
-    """Return the address of the host `name`, IPv4 if it has one; OSError or UnicodeError if there is none."""
+    """Return the address of the host `name`, preferably IPv4; OSError or UnicodeError if `name` does not resolve."""
     answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
 
 
 def resolve(name: str, *, timeout: float) -> str:
-    """Return `address_of` a host; ConfigError if it is unknown, TransientError if no name server answers in time."""
+    """Return the address of the host `name`; ConfigError if it is unknown, TransientError if no name server answers."""
     try:
         return call_with_timeout(lambda: address_of(name), timeout)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
@@ -62,18 +62,18 @@ def address_towards(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on `address` alone; port 0 is any free port."""
+    """Return a socket that listens on `address` only; port 0 stands for any free port."""
     return socket.create_server((address, port), family=_family(address), backlog=2048)
 
 
 async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return the streams of a new connection; OSError if there is none in time."""
+    """Return the streams of a new connection; OSError if it fails or takes too long."""
     async with asyncio.timeout(ANSWER_SECONDS):
         return await asyncio.open_connection(address, port, limit=MAX_BYTES)
 
 
 async def check_port(address: str, port: int, failure: str) -> None:
-    """Raise TransientError if this host cannot connect to a port that the system has chosen on another one."""
+    """Raise TransientError if this host cannot connect to a port that the system has chosen on another host."""
     try:
         (await connect(address, port))[1].close()
     except OSError:

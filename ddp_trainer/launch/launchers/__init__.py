@@ -1,4 +1,4 @@
-"""Hydra launchers: a sweep whose jobs are processes of their own, on this machine or on a SLURM cluster."""
+"""Hydra launchers: they run each job of a sweep in its own processes, on this machine or on a SLURM cluster."""
 
 from hydra.core.config_store import ConfigStore
 

@@ -31,11 +31,11 @@ class Job:
 
     number: int
     label: str
-    """Its name in messages: its number and the overrides that differ between jobs."""
+    """The name of the job in messages: its number and the overrides that differ between jobs."""
     config: Config
     run_dir: Path
     result: float | JobError | None = None
-    """Best top-1, or the reason why there is none; None: it has not run yet."""
+    """Best top-1, or the error with which the job failed; None: the job has not run yet."""
 
     def finish(self, failure: str | None) -> None:
         """Set `result` from summary.json, or to an error if the job was stopped or there is a `failure`."""
@@ -52,7 +52,7 @@ class Job:
 
 
 class JobLauncher(Launcher):
-    """Composes and checks jobs, runs them by `run` and returns the best top-1 of each."""
+    """Composes and checks jobs, runs them with `run` and returns the best top-1 of each."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Prepare for `launch`; raise ConfigError if this process is a rank of torchrun, or for a bad option."""
@@ -72,10 +72,10 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run and finish all `jobs`; one that fails must not end the others. Exit if the user stops the sweep."""
+        """Run and finish all `jobs`; a job that fails must not end the other jobs. Exit if the user stops the sweep."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs of one batch. Bad configs are reported before any job starts, and raised if all are bad."""
+        """Run a batch of jobs. Bad configs are reported before any job starts; if all are bad, an error is raised."""
         jobs: dict[Path, Job] = {}
         numbered = enumerate(job_overrides, initial_job_idx)
         outcomes = [self.compose(list(overrides), number, jobs) for number, overrides in numbered]
@@ -94,7 +94,7 @@ class JobLauncher(Launcher):
         ]
 
     def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
-        """Return the job of `overrides`, added to `jobs` by its run directory, or why it cannot run."""
+        """Return the job of `overrides`, added to `jobs` by its run directory, or the error why it cannot run."""
         swept = [override for override in overrides if override not in self.config.hydra.overrides.task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
         try:
@@ -116,7 +116,7 @@ class JobLauncher(Launcher):
 
 
 class Return(JobReturn):
-    """The return of a job: if the job failed, it raises the error to a sweeper. Hydra's also prints it again."""
+    """The result of a job; if the job failed, reading it raises the error. Hydra's class would also print the error."""
 
     @property
     def return_value(self) -> Any:  # type: ignore[override]
@@ -126,6 +126,6 @@ class Return(JobReturn):
 
 
 def last_error(log: Path) -> str | None:
-    """Return the last error message in the output of a launch; None if there is none."""
+    """Return the last error message in the log of a launch; None if there is none."""
     errors = re.findall(r"^error: (.+)", log.read_text(errors="replace") if log.exists() else "", re.MULTILINE)
     return errors[-1] if errors else None

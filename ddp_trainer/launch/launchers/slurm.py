@@ -1,6 +1,6 @@
-"""``hydra/launcher=slurm``: an sbatch of launch/slurm.sbatch for each job of a sweep.
+"""``hydra/launcher=slurm``: submits launch/slurm.sbatch for each job of a sweep.
 
-Not built on submitit, because that sends pickled functions through a script and a requeueing of its own.
+Not built on submitit, because submitit runs pickled functions, with its own batch script and its own requeueing.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ from ddp_trainer.launch.launchers.base import Job, JobLauncher, last_error
 
 @dataclass
 class SlurmLauncherConfig:
-    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null leaves a choice to SLURM and the script."""
+    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null: SLURM or the script decides."""
 
     _target_: str = "hydra_plugins.ddp_trainer.SlurmLauncher"
     nodes: int = field(default=1, metadata=POSITIVE)
-    """Nodes of a job."""
+    """Number of nodes per job."""
     gpus_per_node: int | None = field(default=None, metadata=POSITIVE)
     """GPUs on each node, one rank per GPU."""
     ntasks_per_node: int | None = field(default=None, metadata=POSITIVE)
     """Ranks on each node without GPUs."""
     cpus_per_task: int | None = field(default=None, metadata=POSITIVE)
-    """Cores of a rank."""
+    """Cores per SLURM task; without ntasks_per_node a node has one task, also with several GPUs."""
     time: str | None = None
     """Time limit of a job in minutes, or 'hours:minutes:seconds'; a job that is not finished is requeued."""
     partition: str | None = None
-    """The queue of the jobs."""
+    """SLURM partition of the jobs."""
     sbatch_args: list[str] = field(default_factory=list)
-    """More arguments of sbatch, such as --account=me."""
+    """Further arguments of sbatch, such as --account=me."""
     poll_seconds: float = field(default=5.0, metadata=POSITIVE)
     """Seconds between two queries for the jobs that have not ended."""
 
@@ -50,7 +50,7 @@ class SlurmLauncherConfig:
 class SlurmLauncher(JobLauncher):
     """Submits each job and waits until all have left SLURM's queue.
 
-    Ctrl-C ends the waiting and not the jobs; the same command waits for them again.
+    Ctrl-C ends the waiting, but not the jobs; the same command waits for the jobs again.
     """
 
     def __init__(self, sbatch_args: Sequence[str], poll_seconds: float, **options: Any) -> None:
@@ -83,7 +83,7 @@ class SlurmLauncher(JobLauncher):
             sys.exit(1)
 
     def submit(self, job: Job, queued: dict[str, str]) -> str:
-        """Return the SLURM id of a job; it is not submitted again if its name is among the `queued` ones."""
+        """Submit a job and return its SLURM id; a job whose name is in `queued` is not submitted again."""
         job_file, log = files_of(job)
         if job_id := queued.get(job_file.stem):
             print(f"{job.label}: already in SLURM as {job_id}, {log}", flush=True)
@@ -95,12 +95,12 @@ class SlurmLauncher(JobLauncher):
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
         script = config_dir().parent / "launch" / "slurm.sbatch"
         answer = slurm("sbatch", "--parsable", *flags, *self.sbatch_args, str(script), f"base={job_file}")
-        job_id = answer.partition(";")[0]  # after it, the name of the cluster
+        job_id = answer.partition(";")[0]  # the name of the cluster may follow
         print(f"{job.label}: SLURM job {job_id}, {log}", flush=True)
         return job_id
 
     def finish(self, job_id: str, job: Job) -> None:
-        """Finish a job that has left the queue; if SLURM has no record of it, summary.json tells its result."""
+        """Finish a job that has left the queue; if SLURM has no record of it, summary.json has its result."""
         log, state = files_of(job)[1], ""
         with suppress(TransientError):
             state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
@@ -110,7 +110,7 @@ class SlurmLauncher(JobLauncher):
 
 
 def files_of(job: Job) -> tuple[Path, Path]:
-    """Return the job file and the log of a job. Their stem is its name in SLURM, a function of config and run_dir."""
+    """Return the job file and the log of a job. Their stem is the job's name in SLURM, from config and run_dir."""
     digest = hashlib.sha256(f"{config_digest(job.config)} {job.run_dir.absolute()}".encode()).hexdigest()
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest[:12]}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
@@ -124,9 +124,9 @@ def queued_jobs() -> dict[str, str]:
 
 
 def slurm(*command: str) -> str:
-    """Return the output of a SLURM command, run with this Python and outside of the job that this process may be in.
+    """Return the output of a SLURM command, run as outside of any job; jobs that it submits use this Python.
 
-    ConfigError if it is not installed or sbatch refuses the job, TransientError if SLURM does not answer.
+    ConfigError if it is not installed or sbatch refuses the job, TransientError if squeue fails or SLURM is silent.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
     variables = {"DDP_TRAINER_PYTHON": sys.executable} | kept

@@ -1,4 +1,4 @@
-"""``hydra/launcher=torchrun``: a torchrun for each job of a sweep, on this machine."""
+"""``hydra/launcher=torchrun``: runs each job of a sweep in its own torchrun on this machine."""
 
 import os
 import shlex
@@ -29,9 +29,9 @@ class TorchrunLauncherConfig:
 
     _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
     nproc_per_node: int | None = field(default=None, metadata=POSITIVE)
-    """Ranks of a job; null: its number of GPUs, or usable cores / max_parallel where there are none."""
+    """Ranks per job; null: the number of the job's GPUs, or without GPUs usable cores / max_parallel."""
     max_parallel: int = field(default=1, metadata=POSITIVE)
-    """Jobs at a time; GPUs and cores are split between them."""
+    """Number of jobs that run at the same time; GPUs and cores are split between them."""
 
 
 class TorchrunLauncher(JobLauncher):
@@ -42,13 +42,13 @@ class TorchrunLauncher(JobLauncher):
 
     @cached_property
     def gpus(self) -> list[str]:
-        """The GPUs of this machine."""
+        """The GPUs that this process may use."""
         import torch  # takes seconds, and jobs on CPUs do not need it here
 
         return visible_gpus(torch.cuda.device_count())
 
     def gpus_of(self, device: Device, slot: int) -> list[str]:
-        """Return the GPUs of the job in `slot`, which is less than `max_parallel`."""
+        """Return the GPUs of the job in `slot`, from 0 to ``max_parallel - 1``."""
         if device is Device.cpu:
             return []
         share = len(self.gpus) // self.max_parallel
@@ -82,7 +82,7 @@ class TorchrunLauncher(JobLauncher):
             sys.exit(0)
 
     def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
-        """Run and finish a job on the GPUs of `slot` and print its output; yield as long as it runs."""
+        """Run and finish a job on the GPUs of `slot` and print its output; yield repeatedly while it runs."""
         prefix, log, line = f"{job.number}: " if self.max_parallel > 1 else "", folder / f"job-{job.number}.log", b""
         try:
             torchrun = self.start(job, slot, log)
@@ -102,7 +102,7 @@ class TorchrunLauncher(JobLauncher):
     def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
         """Start the torchrun of a job on the GPUs of `slot`.
 
-        It writes to the file `log`, because a process that outlives it, a logger's for example, could hold a pipe open.
+        Its output goes to the file `log`, because a process of a logger may outlive torchrun and keep a pipe open.
         """
         config, ranks = job.config, self.world_size(job.config.device)
         if self.max_parallel > 1 and config.num_threads == "auto":
@@ -123,5 +123,5 @@ class TorchrunLauncher(JobLauncher):
                 [sys.executable, "-m", "ddp_trainer.launch.agent", f"--nproc-per-node={ranks}", "--rdzv-backend=bound",
                  "--rdzv-endpoint=127.0.0.1:0", "-m", "ddp_trainer", "train", f"job_file={job_file}"],
                 env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the sweep, which stops its jobs gracefully
+                start_new_session=True,  # so that Ctrl-C reaches only the sweep, which stops its jobs gracefully
             )  # fmt: skip

@@ -1,8 +1,8 @@
 """The check, before torchrun starts, that the nodes of a job can start together.
 
 The head (node 0) listens at the port where torchrun's store will listen. On each connection it sends a challenge; a
-node answers with a report and waits for the result. The key that signs them is derived from the secret that the nodes
-share; without one it is derived from their config, of which only keys and digests travel.
+node answers with a report and waits for the result. Messages are signed with a key that is derived from the secret that
+the nodes share, or without a secret from their config. Of the config, only keys and digests of values are sent.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SLOW = 0.85
 
 
 class PortTakenError(TransientError):
-    """Another program listens where the head should."""
+    """Another program listens at the head's port."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,44 +50,44 @@ class NodeInfo:
     """How many seconds the nodes wait for each other."""
     address: str
     versions: dict[str, str]
-    """What must be the same on all nodes and may be read by anyone: also the number of nodes."""
+    """Values that must be the same on all nodes and need not be secret: versions and the number of nodes."""
     config: dict[str, Any]
-    """What must be the same on all nodes, by flat key: also SECRET and RDZV_ID."""
+    """Values that must be the same on all nodes, by flat key: the config, SECRET and RDZV_ID."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """What check.fitness has measured here, by name; the higher the better. Empty without it."""
+    """Speeds of this node by name, as measured for check.fitness; higher is faster. Empty with check.fitness=false."""
     name: str = ""
-    """The name of this node, as SLURM calls it where there is SLURM."""
+    """The name of this node: in a SLURM job its name in SLURM, else its host name."""
     run_dir: Path = Path()
-    """The run directory of the job, for a job that compares speeds."""
+    """The run directory of the job, in which the head writes the names of slow nodes."""
 
     def named(self, error: ConfigError | TransientError) -> ConfigError | TransientError:
-        """Return `error` with the name of this node."""
+        """Return `error` with the rank and address of this node in front."""
         return type(error)(f"node {self.node_rank} ({self.address}): {error}")
 
     def port_taken(self) -> PortTakenError:
-        """Return the error that another program has the head's port."""
+        """Return the error that another program uses the head's port."""
         return PortTakenError(
             f"port {self.head[1]} is taken on the head {self.head[0]} by another program or job (ss -ltnp on the head "
             "names it): end it, or choose another port on all nodes"
         )
 
     def key(self) -> bytes:
-        """Return the key of this job's messages: slowly, so that it is not found by trying configs."""
+        """Return the key that signs this job's messages, derived slowly so that trying many configs takes too long."""
         source = self.config[RDZV_ID] if self.config[SECRET] else self.config
         return hashlib.pbkdf2_hmac("sha256", self._digest(source), b"ddp_trainer", iterations=200_000)
 
     def settings(self, salt: str) -> dict[str, str]:
-        """Return what the head publishes: of the config, digests of 16 bits, which show differences but not values."""
+        """Return the settings that the head sends to anyone: versions, and 16-bit digests of the config's values."""
         digests = {key: self._digest([salt, key, value]).hex()[:4] for key, value in self.config.items()}
         return digests | self.versions | {"salt": salt}
 
     def check_settings(self, head: dict[str, str]) -> None:
-        """Raise ConfigError if the head's `settings` are others than those of this node."""
+        """Raise ConfigError if `head`, the `settings` of the head, differ from the settings of this node."""
         own = self.settings(head.get("salt", ""))
         keys = [key for key in own | head if own.get(key) != head.get(key)]
         if version := next((key for key in keys if key in self.versions), None):
             text = f"{version} is {own[version]} here and {head.get(version)} on the head"
-        else:  # the secret is part of all digests
+        else:  # a different secret changes all digests
             text = f"other settings than on the head ({', '.join([SECRET] if SECRET in keys else keys[:8])})"
         if keys:
             raise ConfigError(f"{text}: use the same on all nodes")
@@ -103,13 +103,13 @@ class Message:
     rank: int
     address: str
     port: int
-    """A port that the system has chosen, as for ranks: the other side must be able to connect to it."""
+    """A port that the system has chosen, as it does for ranks; the receiver must be able to connect to it."""
     nonce: str = ""
-    """A random word, which the signature of the answer covers: an answer that was recorded is not valid again."""
+    """A random text that the signature of the answer covers, so that a recorded answer is not valid again."""
     time: float = 0
     settings: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    """The code and text of `encode_error`; empty from a node that is ready, and if all start."""
+    """The result of `encode_error`; empty in the report of a node that is ready, and in the result if all can start."""
     speeds: dict[str, float] = field(default_factory=dict)
     name: str = ""
 
@@ -125,7 +125,7 @@ class Message:
 
 
 async def receive(reader: asyncio.StreamReader, key: bytes, nonce: str, seconds: float) -> tuple[Message, bool]:
-    """Return the next message and whether it is signed with `key`; OSError or ValueError if none comes in time."""
+    """Return the next message and whether it is signed with `key`; OSError or ValueError if no valid message comes."""
     async with asyncio.timeout(seconds):
         line = await reader.readline()
     try:
@@ -142,13 +142,13 @@ def encode_error(error: Exception | None) -> str:
 
 
 def raise_error(error: str) -> None:
-    """Raise what `encode_error` has encoded."""
+    """Raise the error that `encode_error` has encoded, unless the text is empty."""
     if error:
         raise (ConfigError if error[0] == "2" else TransientError)(error[2:])
 
 
 def find_slow(speeds: dict[int, dict[str, float]]) -> dict[int, str]:
-    """Return a text for each slow node, by rank: on what it is slowest in. Two nodes are compared with each other."""
+    """Return a text about the slowest speed of each slow node, by rank. Two nodes are compared with each other."""
     slow = {}
     for rank, own in speeds.items():
         least = SLOW

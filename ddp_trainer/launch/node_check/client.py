@@ -1,4 +1,4 @@
-"""The node check on the other nodes: each compares itself with the head, reports, and waits for the result."""
+"""The node check on all nodes but the head: each compares itself with the head, reports, and waits for the result."""
 
 import asyncio
 import os
@@ -13,13 +13,13 @@ from ddp_trainer.launch.network import ANSWER_SECONDS, call_with_timeout, check_
 from ddp_trainer.launch.node_check import RDZV_ID, Message, NodeInfo, PortTakenError, encode_error, raise_error, receive
 
 CLOCK_SECONDS = 5.0
-"""How far clocks may be apart: torchrun takes a node whose clock is 15 s behind for dead."""
+"""How many seconds clocks may differ: torchrun treats a node whose clock is 15 s behind as dead."""
 OTHERS_SECONDS = 5.0
-"""How long a node that finds another program, or a head with another key, waits for its own head to take its place."""
+"""For how many seconds a node retries if another program, or the head of another job, listens at the head's port."""
 
 
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when all nodes can start, or this elastic job is running; raise why not. `error` is this node's own."""
+    """Return when all nodes can start, or the elastic job is running; else raise the cause. `error`: that of `node`."""
     key, result, deadline = node.key(), None, time.monotonic() + node.timeout
     while result is None:
         try:
@@ -34,7 +34,7 @@ async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
 
 
 async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
-    """Connect to the head and return the result; what this raises may be different the next time."""
+    """Connect to the head and return the result; if this raises an error, a later attempt may still succeed."""
     try:
         reader, writer = await connect(*node.head)
     except OSError as failure:
@@ -43,7 +43,7 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
         try:
             challenge, is_signed = await receive(reader, key, "", ANSWER_SECONDS)
         except (OSError, ValueError) as failure:
-            if isinstance(failure, TimeoutError) and is_running(node):  # a TCPStore waits for its clients to speak
+            if isinstance(failure, TimeoutError) and is_running(node):  # a TCPStore sends nothing before its client
                 return ""
             raise node.port_taken() from None
         if is_signed:
@@ -53,7 +53,7 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
             error=error, speeds=node.speeds, name=node.name,
         )  # fmt: skip
         writer.write(report.encode(key if is_signed else b"", challenge.nonce))
-        if not is_signed:  # the report tells the head only that this node was there
+        if not is_signed:  # the unsigned report only shows the head that this node exists
             node.check_settings(challenge.settings)
             raise node.port_taken()
         try:
@@ -68,7 +68,7 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
 
 
 async def compare(node: NodeInfo, head: Message) -> str:
-    """Return the error that keeps this node from starting with the head, empty if there is none."""
+    """Return the encoded error that prevents this node from starting with the head; empty if there is none."""
     behind = head.time - time.time()
     try:
         node.check_settings(head.settings)
@@ -94,12 +94,12 @@ def is_running(node: NodeInfo) -> bool:
         return call_with_timeout(
             lambda: TCPStore(*node.head, wait_for_workers=False, timeout=second).check([key]), ANSWER_SECONDS
         )
-    except (OSError, RuntimeError, ValueError, MemoryError):  # what torch makes of a wrong answer
+    except (OSError, RuntimeError, ValueError, MemoryError):  # raised by torch if the answer is not that of a store
         return False
 
 
 def no_connection(node: NodeInfo, error: OSError) -> TransientError:
-    """Return the error that the head cannot be reached."""
+    """Return the error for a head that cannot be reached."""
     target, seconds = "{}:{}".format(*node.head), f"{node.timeout:.0f} s"
     if isinstance(error, ConnectionError):
         hint = " (a loopback address: each host reaches only itself)" if ip_address(node.head[0]).is_loopback else ""

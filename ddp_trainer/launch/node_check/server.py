@@ -14,15 +14,15 @@ from ddp_trainer.launch.network import MAX_BYTES, check_port, connect, listen
 from ddp_trainer.launch.node_check import Message, NodeInfo, encode_error, find_slow, raise_error, receive
 
 REPORT_SECONDS = 10.0
-"""How long a node may take to report: it tries for 4 s to connect to the head."""
+"""How many seconds a node may take to report: before that it tries to connect to the head again, for up to 4 s."""
 LINGER_SECONDS = 2.0
-"""How long an elastic job waits for one more node, and how long the head waits for others to read the result."""
+"""How many seconds an elastic job waits for one more node, and the head for the other nodes to read the result."""
 MAX_UNKNOWN = 256
-"""The most connections without a signed report: one more ends the oldest."""
+"""Largest number of connections without a signed report: one more connection closes the oldest."""
 
 
 async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when enough nodes are ready and know it; raise why they are not. `error` is this node's own."""
+    """Return when enough nodes are ready and have the result; else raise the cause. `error`: this node's own error."""
     with take_port(node) as listener, listen(node.address, 0) as own_port:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
@@ -31,7 +31,7 @@ async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
 
 
 def take_port(node: NodeInfo) -> socket.socket:
-    """Return a socket that listens at the head's address and port; raise why it cannot."""
+    """Return a socket that listens at the head's address and port; raise the error if that is not possible."""
     address, port = node.head
     try:
         if node.min_nodes < node.max_nodes:
@@ -49,7 +49,7 @@ def take_port(node: NodeInfo) -> socket.socket:
 
 
 class Server:
-    """The nodes that wait for the result, each on its connection."""
+    """Collects the reports of the nodes, and sends the result to each node on its connection."""
 
     def __init__(self, node: NodeInfo, *, port: int) -> None:
         self.node, self.key = node, node.key()
@@ -59,13 +59,13 @@ class Server:
         """Connections without a signed report, the oldest first."""
         self.reports: dict[StreamWriter, Message] = {}
         self.strangers: dict[int, str] = {}
-        """The address from which a report of this node came that was not signed with the job's key."""
+        """By node rank, the address from which a report came that was not signed with the job's key."""
         self.newest_node = time.monotonic()
         self.deadline = self.newest_node + node.timeout
 
     async def run(self, listener: socket.socket) -> str:
         """Return the result, when the other nodes have read it."""
-        # asyncio would print what other programs cause, for example that they use up all file descriptors
+        # because asyncio would print errors that other programs cause, for example if no file descriptor is left
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         server = await asyncio.start_server(self.serve, sock=listener, limit=MAX_BYTES, backlog=128)
         try:
@@ -78,7 +78,7 @@ class Server:
             self.decide()
             await asyncio.sleep(0.05)
         end = time.monotonic() + LINGER_SECONDS
-        if self.result.result():  # an error is for later nodes too
+        if self.result.result():  # nodes that connect later must receive the error too
             await asyncio.sleep(min(end, self.deadline) - time.monotonic())
         server.close()
         while self.reports and time.monotonic() < end:
@@ -124,7 +124,7 @@ class Server:
         await closed
 
     def decide(self) -> None:
-        """Set the result when enough nodes are ready, or are not in time."""
+        """Set the result when enough nodes are ready, or when the time is over."""
         node, now, num_ready = self.node, time.monotonic(), 1 + len(self.reports)
         if num_ready == node.max_nodes or (num_ready >= node.min_nodes and now > self.newest_node + LINGER_SECONDS):
             self.set_result(self.slow_nodes())
@@ -144,7 +144,7 @@ class Server:
             self.set_result(encode_error(error))
 
     def slow_nodes(self) -> str:
-        """Exclude slow nodes, and return the error that names them, encoded; empty if there are none."""
+        """Exclude slow nodes, and return the encoded error that names them; empty if no node is slow."""
         nodes = {0: self.node} | {report.rank: report for report in self.reports.values()}
         slow = find_slow({rank: node.speeds for rank, node in nodes.items()})
         if not slow:
@@ -157,6 +157,6 @@ class Server:
         return encode_error(TransientError(f"{text} ({where}): {fix}"))
 
     def set_result(self, result: str) -> None:
-        """Set the result, unless there is one."""
+        """Set the result, unless it is already set."""
         if not self.result.done():
             self.result.set_result(result)
