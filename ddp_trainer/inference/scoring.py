@@ -56,7 +56,9 @@ def score_run(
         world = stack.enter_context(process_group(environment, **trained.config.process_group))
         named = opened(world)
         what = {"step": trained.step, "images": named.fingerprint, **flatten_keys(to_builtins(trained.config))}
-        check_same("other values than those", what, world, fix="use one command line, and the same files on every node")
+        check_same(
+            "other values than those", what, world, fix="use the same command line, and the same files on every node"
+        )
         if named.is_changed and world.is_main:
             logger.warning("the images differ from those of the training: some were changed, added or removed since")
         set_torch_switches(world, compile_model=False, deterministic=trained.config.deterministic)
