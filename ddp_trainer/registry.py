@@ -40,7 +40,7 @@ class Choice:
     """A function, or ``"package.module:function"``, imported when it is first needed."""
 
     def build(self, *args: Any, **options: Any) -> Any:
-        """Call the builder. The arguments depend on the group; see docs/extending.md."""
+        """Return what the builder makes of these arguments, which depend on the config group; see docs/extending.md."""
         builder = resolve_name(self.builder) if isinstance(self.builder, str) else self.builder
         return builder(*args, **options)
 

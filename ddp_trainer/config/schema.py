@@ -141,7 +141,7 @@ class Config:
             require(
                 choice is not None and chosen.name == choice.name,
                 f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is registered: register "
-                "the class, or do not change its field name",
+                "the class under that name, or leave its field `name` at the registered value",
             )
         self._check_together()
 

@@ -213,7 +213,7 @@ def hold_out(datasets: Datasets, fraction: float) -> Datasets:
     require(
         held > 0,
         f"data.validation_fraction={fraction} of {len(order)} training images holds out no image: raise "
-        "data.validation_fraction, and have more than one image in a class",
+        "data.validation_fraction, and give at least one class more than one image",
     )
 
     def select(ids: Tensor) -> Split:

@@ -1,6 +1,6 @@
 """Counter-based seeds: randomness as a pure function of (seed, epoch, step, purpose).
 
-Nothing here has a state that a checkpoint would have to carry or that the number of ranks could change.
+There is no random state that a checkpoint has to store, and the seeds do not depend on the number of ranks.
 """
 
 import hashlib

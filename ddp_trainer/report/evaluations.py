@@ -202,7 +202,7 @@ def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
 
 
 def thumbnail_shares(evaluations: Sequence[Evaluation], *, limit: int = MAX_THUMBNAILS) -> Iterator[int]:
-    """Yield the number of thumbnails of each evaluation: equal shares of `limit`, plus the unused shares."""
+    """Yield how many thumbnails each evaluation shows: an equal share of `limit`, and more where others need less."""
     counts = [sum(mistake.picture is not None for mistake in evaluation.mistakes) for evaluation in evaluations]
     shares, left = dict.fromkeys(range(len(counts)), 0), limit
     order = sorted(shares, key=counts.__getitem__)

@@ -1,9 +1,10 @@
 """All-reduce the gradients after backward: the simplest correct strategy.
 
-Teaches what DDP does for you: nothing overlaps here, so a step waits for all of its communication. One message per
-parameter pays the network's latency for each of them; one flat bucket pays it once, plus the time of a copy.
+It teaches what DDP improves: here communication does not overlap with backward, so a step waits for all of it. If each
+parameter is sent in a message of its own, each message adds the latency of the network. If all gradients are copied
+into one flat bucket, the latency is added once, and the copy takes time.
 
-Source: Dive into Deep Learning, "Training on Multiple GPUs": ``allreduce(data)``, over processes in place of devices.
+Source: Dive into Deep Learning, "Training on Multiple GPUs": ``allreduce(data)``, here between processes.
 """
 
 from ddp_trainer.config.sync import Bucket

@@ -1,6 +1,6 @@
 """A key–value store over the ranks of a process group: push adds up values at a key's owner, pull copies them.
 
-Teaches that the pattern ``push(key, gradient); pull(key)`` hides which ranks communicate: the caller names no rank.
+It teaches that the pattern ``push(key, gradient); pull(key)`` hides which ranks communicate: the caller names no rank.
 
 Source: Dive into Deep Learning, "Parameter Servers", key–value stores; Li et al., Scaling Distributed Machine
 Learning with the Parameter Server, 2014 (OSDI).

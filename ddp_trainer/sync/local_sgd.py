@@ -1,6 +1,6 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged every H steps.
 
-Teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer that is linear in the
+It teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer that is linear in the
 gradient (SGD, momentum) it is ordinary data parallelism; with a larger H, ranks differ between
 two averages. The optimizer's state is averaged too, so that all ranks are equal after an average and can be saved.
 

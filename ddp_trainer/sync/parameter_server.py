@@ -1,6 +1,6 @@
 """A sharded parameter server: gradients go to a key's owner, which updates, and parameters come back.
 
-Teaches what a server costs: with one server and m parameters, 2·(W − 1)·m elements pass through a single network card,
+It teaches the cost of a server: with one server and m parameters, 2·(W − 1)·m elements pass through one network card,
 first all in, then all out. With as many servers as ranks, this is a reduce-scatter and an all-gather again.
 
 Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine Learning with the

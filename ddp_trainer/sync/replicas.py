@@ -1,6 +1,6 @@
 """Data parallelism in one process, from scratch: a replica on each device, the batch split among them.
 
-Teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
+It teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
 gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python
 interpreter is shared, and the first device holds all logits; these are the reasons to use DDP instead.
 

@@ -90,7 +90,7 @@ class Trainer:
         self.prime()
 
     def prime(self) -> None:
-        """Run the passes of `TrainStep.prime_ddp` on black images; ConfigError if the model does not return logits."""
+        """Warm up DDP and the compiler with black images, by `prime_ddp`; ConfigError if the output is not logits."""
         config, device, image_shape = self.config, self.world.device, self.loaders.image_shape
         if config.compile:
             self.monitor.phase = COMPILATION
