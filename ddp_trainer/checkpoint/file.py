@@ -31,9 +31,9 @@ class DamagedCheckpointError(Exception):
 
 
 def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
-    """Write `state` to `path`, and to `also`. At any moment, each of them is the complete old or the complete new file.
+    """Write `state` to `path`, and to `also`. A crash leaves each file complete: with its old content or its new.
 
-    `also` is replaced first: if the process is killed between the two, the step is repeated and both are written again.
+    `also` is replaced first: after a crash between the two, the next launch repeats the step and writes both again.
     OSError if the disk is full, read-only or over its quota; `path` is then unchanged.
     """
     try:
@@ -55,7 +55,7 @@ def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
 
 
 def try_link(source: Path, path: Path) -> None:
-    """Make `path` a hard link to `source`, or a copy if the file system has no hard links; a failure logs a warning."""
+    """Make `path` a hard link to `source`, or a copy if that fails; if both fail, log a warning."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.unlink(missing_ok=True)
@@ -70,10 +70,11 @@ def try_link(source: Path, path: Path) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Return the state in the checkpoint file `path`. Memory never holds it twice.
+    """Return the state in the checkpoint file `path`, without holding it in memory twice.
 
     Raises:
-        DamagedCheckpointError: the checksum does not match, or an object is no builtin or tensor (it could run code).
+        DamagedCheckpointError: the file cannot be read, its checksum is wrong, or an object is no builtin or tensor
+            (such an object could run code).
     """
     try:
         with path.open("rb") as file:
@@ -95,7 +96,7 @@ def read_state(path: Path) -> State:
 
 
 def parse(file: BinaryIO) -> State:
-    """Return the state in `file`; DamagedCheckpointError unless it is a state of builtins and tensors."""
+    """Return the state in `file`; DamagedCheckpointError if it does not load, or has no key step or epoch."""
     file.seek(0)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)

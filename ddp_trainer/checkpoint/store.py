@@ -35,7 +35,7 @@ class CheckpointStore:
         self._pending: Future[None] | None = None
 
     def close(self) -> None:
-        """Wait for the last write, and end its thread."""
+        """Wait until the last checkpoint is written, and end the thread that writes."""
         self.wait()
         self._pool.shutdown()
 
@@ -45,7 +45,7 @@ class CheckpointStore:
         return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def restore(self, target: Checkpointable) -> bool:
-        """Load the newest good checkpoint into `target`; False if there is none.
+        """Load the newest good checkpoint into `target`; return False if there is none.
 
         ConfigError if all checkpoints are damaged, or if the newest good one has another state than `target` needs.
         Rank 0 reads the file, and every rank gets the same state. Collective: every rank must call this.
@@ -65,7 +65,7 @@ class CheckpointStore:
         return bool(state)
 
     def _read_newest(self) -> State:
-        """Return the state in the newest good checkpoint, {} if there is none; rename the damaged newer ones."""
+        """Return the newest good state, {} if no file; rename newer, damaged files. ConfigError if all are damaged."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
@@ -87,7 +87,10 @@ class CheckpointStore:
         return {}
 
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
-        """Copy the state of `source` and write it in the background. Collective: every rank must call this."""
+        """Copy the state of `source` and write it in the background, if `is_best` (and ``keep_best``) also to best.pt.
+
+        Collective: every rank must call this.
+        """
         state = source.state_dict()
         if self.world.is_main:
             self.wait()

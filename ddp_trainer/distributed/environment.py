@@ -57,7 +57,7 @@ class Environment:
     """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
     def record_start(self) -> None:
-        """Record this start for `is_restart` of later starts; torchrun does not count a restart that adds a node."""
+        """Write a file that makes `is_restart` true in a later start: torchrun counts no restart that adds a node."""
         if marker := _start_marker(self.error_file):
             with suppress(OSError):  # a full disk must not end a start
                 marker.write_text(str(os.getpid()))
@@ -101,7 +101,7 @@ def _count(name: str, variables: Mapping[str, str]) -> int:
 
 
 def _start_marker(error_file: str | None) -> Path | None:
-    """Return the path of the marker of `record_start`: one for each torchrun process and local rank.
+    """Return the path of the file that `record_start` writes, by torchrun process and local rank, or None.
 
     torchrun's error file is ``<folder of the torchrun process>/attempt_<restart count>/<local rank>/error.json``.
     """
@@ -184,7 +184,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may use: its affinity, and the container's CPU quota if lower."""
+    """Return how many cores this process may use, by its affinity and the CPU quota of the container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -61,7 +61,7 @@ class FailureMonitor:
     ) -> None:
         self._phase, self.step = "start", 0
         self.on_failure: Callable[[], None] = lambda: None
-        """Called once, from either thread, on each rank that is still able to, before the job ends with a failure."""
+        """Called once on each rank before the job ends with a failure, from either thread, if the rank still can."""
         self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
         self._world, self._environment, self._stop, self._run_dir = world, environment, stop, run_dir
         self._max_silence = max(timeout_seconds / 2, MIN_SILENCE_SECONDS)
@@ -144,7 +144,7 @@ class FailureMonitor:
                 continue  # the store ends together with torchrun, and the loop checks for torchrun's end
 
     def _publish(self) -> None:
-        """Publish the status, and write the error file in advance."""
+        """Publish the status, and write the error file in advance, in case this rank is killed."""
         status = self._own_status()
         self._store.set(f"status/{self._world.rank}", json.dumps(astuple(status)))
         checkpoint = f"the newest in {self._run_dir / 'checkpoints'}"
@@ -202,7 +202,7 @@ class FailureMonitor:
                 print(*lines[:MAX_GROUPS], f"stacks: {path}", sep="\n", file=sys.stderr, flush=True)
 
     def _write(self, name: str, text: str) -> str:
-        """Write a file in the run directory. Return its path, or if it could not be written the reason."""
+        """Write a file in the run directory. Return the path, or the reason why it was not written."""
         path = self._run_dir / name
         try:
             replace_text(path, text.rstrip() + "\n")
@@ -211,14 +211,14 @@ class FailureMonitor:
         return str(path)
 
     def _failing(self) -> None:
-        """Call `on_failure` unless it was called, and wait `WRITE_SECONDS` at most: a file system may not answer."""
+        """Call `on_failure` if it was not called yet. Wait at most `WRITE_SECONDS`: a file system may not answer."""
         call, self.on_failure = self.on_failure, lambda: None
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join(WRITE_SECONDS)
 
     def _exit(self, code: int) -> NoReturn:
-        """End this process from either thread, even if the other one is in a collective that never returns."""
+        """End this process from either thread, even if the other thread is in a collective that never returns."""
         self._remove_error_file()
         os._exit(code)
 
@@ -229,7 +229,7 @@ class FailureMonitor:
                 Path(self._environment.error_file).unlink(missing_ok=True)
 
     def _root_cause(self, error: Exception) -> list[str]:
-        """Return the lines of this rank's report, or none if another rank reports the root cause."""
+        """Return the lines of this rank's report; [] if another rank reports the root cause."""
         lines = [
             self._own_status().line(getattr(error, "outcome", "failed first, in")),
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
@@ -243,7 +243,7 @@ class FailureMonitor:
             return lines  # the store has ended, so that no other rank can be asked
 
     def _silent_ranks(self) -> list[RankStatus]:
-        """Return the status of the other ranks without a heartbeat for some seconds, or until there is a root cause."""
+        """Wait some seconds, or until there is a root cause; return the status of ranks without a new heartbeat."""
         was_stopping, deadline = self._stop.is_set, time.monotonic() + MIN_SILENCE_SECONDS
         silent = self._statuses_of_others()
         while silent and time.monotonic() < deadline and not self._store.check(["root_cause"]):
@@ -262,7 +262,7 @@ class FailureMonitor:
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
 
     def _report(self, lines: list[str], title: str, name: str, text: str, *, since: float) -> None:
-        """Report `lines`, and write `text` to the file `name`, whose path the report has under `title`."""
+        """Write `text` to the file `name`; report `lines` and, after `title`, the path of the file."""
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
         lines = [*lines, f"{title}: {self._write(name, text)}"]

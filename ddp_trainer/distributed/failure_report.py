@@ -32,7 +32,7 @@ def report(text: str, environment: Environment, *, since: float) -> None:
 
 
 def write_error_file(path: str, text: str, *, since: float) -> None:
-    """Write `text` in torchrun's format. torchrun prints the file with the lowest `since` (unix seconds)."""
+    """Write `text` in torchrun's format. torchrun prints the file with the lowest `since`, a unix time."""
     details = {"py_callstack": text, "timestamp": str(int(since))}
     temporary = Path(f"{path}.writing")
     temporary.write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": details}}))

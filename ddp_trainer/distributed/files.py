@@ -44,7 +44,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def exclude_node(run_dir: Path, node: str) -> None:
-    """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job; a full disk is ignored."""
+    """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job. A full disk is no error."""
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         with open(run_dir / "excluded_nodes", "a") as file:
@@ -53,7 +53,7 @@ def exclude_node(run_dir: Path, node: str) -> None:
 
 @contextmanager
 def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
-    """Lock `path` inside the context; TransientError, with the text `holder`, if another process has it for `seconds`.
+    """Lock `path` inside the context; TransientError, with the text `holder`, if another process keeps it `seconds`.
 
     The kernel releases the lock when this process ends, however it ends.
     """

@@ -1,4 +1,4 @@
-"""The graceful stop: a flag that signals and a stop file set, and that the trainer reads at its control points."""
+"""The graceful stop: a signal or a stop file sets a flag, and the trainer reads the flag at its control points."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ class GracefulStop:
     """A flag that is set by SIGTERM, SIGINT or the stop file; ConfigError if the file's folder cannot be read.
 
     A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends, is ignored. Under
-    plain torchrun it sets the flag, because torchrun then ends its ranks. Use as a context manager: leaving it restores
+    plain torchrun SIGHUP sets the flag: torchrun then ends its ranks. Use as a context manager: leaving it restores
     the former signal handlers, and `is_set` keeps its value.
     """
 
@@ -51,7 +51,7 @@ class GracefulStop:
         self.is_set = True
 
     def poll(self) -> bool:
-        """Return whether to stop. Checks whether the stop file exists."""
+        """Return whether to stop: whether the flag is set, or the stop file exists now."""
         if not self.is_set and self.stop_file is not None:
             self.is_set = os.path.exists(self.stop_file)  # false if the file system does not answer
         return self.is_set

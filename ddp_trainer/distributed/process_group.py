@@ -71,7 +71,7 @@ class World:
         return self.all_gather_object(value)[0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's `tensor`; every rank's must be contiguous. Collective: every rank must call this."""
+        """Return rank 0's `tensor`; all tensors must be contiguous. Collective: every rank must call this."""
         if self.world_size > 1 and tensor.numel():
             sent = tensor.to(self.device)
             dist.broadcast(sent, src=0)
@@ -87,7 +87,7 @@ class World:
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``. If it raises ConfigError or TransientError on any rank, raise such an error on all.
 
-        It is the error of the lowest of these ranks, and names this rank unless it is rank 0 or all raise the same.
+        The raised error is that of the lowest failing rank, and names this rank unless it is 0 or all ranks fail alike.
         Collective: every rank must call this.
         """
         result, failure = None, None
@@ -168,7 +168,7 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
 
 
 def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
-    """Call ``attempt()`` before the process group is joined, and let ranks that wait for this rank to join wait longer.
+    """Call ``attempt()`` before joining the process group; ranks that join earlier wait longer for this rank.
 
     Returns a function of the group's `World`, which all ranks must call. It returns the result, or raises on all ranks
     the ConfigError or TransientError that ``attempt()`` has raised on one of them.

@@ -19,7 +19,7 @@ PROCESSES, STACKS = "processes.json", "stacks.log"
 ANSWER_SECONDS = 15.0
 """How long ``doctor RUN_DIR`` waits for the ranks."""
 COLLECT_SECONDS = 3.5
-"""How long the rank that asks waits for the others, which look for a question with every heartbeat."""
+"""How long the asking rank waits for answers. Other ranks look for a question with every heartbeat."""
 SILENT_SECONDS = 3.0
 """A process of this host that has sent no heartbeat for this long is asked by a signal."""
 
@@ -69,7 +69,7 @@ class StackExchange:
         self.processes = [RankProcess(*values) for values in world.all_gather_object(astuple(process))]
 
     def answer(self) -> None:
-        """Answer a question if there is one, for this rank and for the silent ranks of its host."""
+        """If a rank asks, publish the status of this rank, and of ranks on this host that send no heartbeats."""
         if not self.store.check([f"question/{self.number}"]):
             return
         number, self.number = self.number, self.number + 1
@@ -81,7 +81,7 @@ class StackExchange:
                 self._publish(number, replace(status, frames=frames))
 
     def ask(self, *, wake: bool) -> list[RankStatus] | None:
-        """Return the status of all ranks, with the stack of those that answer; None if another rank asks.
+        """Ask all ranks; return their status, with the stack if a rank answers. None if another rank has asked first.
 
         wake: continue stopped processes (SIGCONT) so that they answer, because the job is about to be ended.
         """

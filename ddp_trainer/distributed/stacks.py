@@ -22,14 +22,14 @@ WAITS = (
     "/torch/distributed/", "/torch/autograd/graph.py", "/torch/cuda/streams.py", "/ddp_trainer/sync/",
     "/ddp_trainer/training/control.py", "/ddp_trainer/training/metrics.py", "/ddp_trainer/distributed/process_group.py",
 )  # fmt: skip
-"""Parts of the path of the innermost frame of a rank that waits for others: in a collective, or DDP in backward.
+"""A rank waits for others if its innermost frame has one of these in its path: a collective, or DDP in backward.
 
 With NCCL a collective returns at once, and the host waits where it reads the result.
 """
 QUIT_SECONDS = 1.5
 """How long a process may take to write its stacks after SIGQUIT."""
 BUSY_SHARE = 0.1
-"""A thread computes if it uses more than this share of a core; the share is low because ranks may share cores."""
+"""A thread counts as computing above this share of a core. The share is low, because ranks may share cores."""
 MAX_FRAMES, MAX_COLLECTIVES, MAX_RANKS = 40, 3, 8
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -49,9 +49,9 @@ class RankStatus:
     still_seconds: float = 0.0
     """How long the rank has not entered a phase."""
     frames: Sequence[str] = ()
-    """The frames of its main thread, as ``file:line in function``, the innermost first; empty if unknown."""
+    """The frames of the rank's main thread, as ``file:line in function``, the innermost first; empty if unknown."""
     collectives: Sequence[str] = ()
-    """Its last collectives, the newest last; empty if unknown."""
+    """The last collectives of the rank, the newest last; empty if unknown."""
 
     def line(self, failure: str) -> str:
         """Return one line of a report: the rank, then `failure`, then its phase and step."""
@@ -76,9 +76,9 @@ class RankStatus:
 
 
 class ProgressClock:
-    """Measures how long the main thread has made no progress, and how long of that it has not computed either.
+    """Measures how long the main thread made no progress (still), and how long of this time it did not compute (idle).
 
-    The main thread adds 1 to `count` with each progress; another thread calls `update`. can_be_busy: whether CPU time
+    The main thread adds 1 to `count` when it progresses; another thread calls `update`. can_be_busy: whether CPU time
     is a sign of computing; on a GPU it is not, because a thread that waits for a GPU uses CPU time too.
     """
 
@@ -108,7 +108,7 @@ def is_library(frame: str) -> bool:
 
 
 def with_stack(status: RankStatus) -> RankStatus:
-    """Return `status`, of this process, with the stack of its main thread and its last collectives added."""
+    """Return `status`, of this process, with the stack of the main thread and the last collectives added."""
     top = sys._current_frames()[threading.main_thread().ident or 0]
     entries = islice(traceback.walk_stack(top), MAX_FRAMES)
     frames = [f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in entries]
@@ -148,24 +148,24 @@ class RankProcess:
     host: str
     pid: int
     stack_file: int
-    """The number of the descriptor of its `StackFile`."""
+    """The file descriptor of the `StackFile` in that process."""
 
     @property
     def path(self) -> Path:
-        """The path of its `StackFile`, on its host."""
+        """The path at which other processes on the same host find the `StackFile`."""
         return Path(f"/proc/{self.pid}/fd/{self.stack_file}")
 
     def is_alive(self) -> bool:
-        """Return whether it runs on this host as this user. Its `pid` alone may belong to another process by now."""
+        """Return whether the process runs on this host as this user. `pid` may belong to another process by now."""
         try:
             return self.host == socket.gethostname() and StackFile.NAME in os.readlink(self.path)
         except OSError:  # it has ended, or belongs to somebody else
             return False
 
     def frames(self, *, wake: bool) -> list[str]:
-        """Return the frames of its main thread, which SIGQUIT makes it write; [] if unknown. It must be alive.
+        """Make the process write its stacks, by SIGQUIT, and return the main thread's frames; [] if it does not answer.
 
-        wake: continue it if it is stopped, because a stopped process does not answer.
+        The process must be alive. wake: continue it if it is stopped, because a stopped process does not answer.
         """
         try:
             size = self.path.stat().st_size
@@ -190,8 +190,8 @@ def parse(text: str) -> list[str]:
 def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for; [] if all ranks wait in one place.
 
-    Of the ranks that do not wait, or of all ranks if all wait, they are the ranks at the lowest step. If these are in
-    several places, only the ranks in the place with the fewest ranks are returned.
+    Candidates are the ranks that do not wait, or all ranks if all wait. Of these, the ranks at the lowest step are
+    returned. If those are in several places of the code, only the ranks in the place with the fewest ranks are.
     """
     places = Counter((stack.phase, stack.place) for stack in stacks)
     order = [(stack.is_waiting, stack.step, places[stack.phase, stack.place]) for stack in stacks]
@@ -214,7 +214,7 @@ def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
 
 
 def last_collectives() -> list[str]:
-    """Return the last collectives of this process, numbered alike on all ranks, from torch's flight recorders."""
+    """Return this process's last collectives, from torch's flight recorders; all ranks give a collective one number."""
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
 

@@ -14,13 +14,13 @@ FLIGHT_DIR = "flight"
 ROW_SECONDS = 0.5
 """The shortest time that a row covers; shorter steps share a row."""
 MAX_ROWS = 600
-"""So many rows cover at least five minutes, in about 100 kB."""
+"""The largest number of rows; they cover at least five minutes, in about 100 kB."""
 
 Row = dict[str, Any]
 
 
 class FlightRecorder:
-    """A ring buffer of rows. phases: the names of the phases of a step, in the order of their times."""
+    """Keeps the newest rows of times and memory. phases: the names of a step's phases, in the order of the times."""
 
     def __init__(self, run_dir: Path, phases: Sequence[str], *, rank: int) -> None:
         self.path, self.phases = run_dir / FLIGHT_DIR / f"rank-{rank:05}.jsonl", phases
@@ -29,7 +29,7 @@ class FlightRecorder:
         self._seconds = [0.0] * len(phases)
 
     def add(self, step: int, steps: Sequence[Sequence[float]], **values: float) -> None:
-        """Add the seconds of each phase in the last steps, which end with step `step`, and `values` measured then."""
+        """Add the newest steps, up to step `step`: the seconds of each phase in each step, and other `values` now."""
         self._values = values
         for number, seconds in enumerate(steps, start=step - len(steps) + 1):
             self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]
@@ -44,7 +44,7 @@ class FlightRecorder:
         return row | dict(zip(self.phases, times, strict=True)) | self._values
 
     def write(self) -> None:
-        """Write all rows to the run directory, from any thread; on a full disk they are lost."""
+        """Write all rows to the file of this rank. Any thread may call this. On a full disk, nothing is written."""
         rows = [*tuple(self.rows), *([self._row()] if self._steps else [])]
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 MIB = 2**20
 GROWTH_EPOCHS = 5
-"""A warning is logged if memory has grown in each of so many epochs in a row, and enough in total."""
+"""A rank gets a warning if its memory has grown in each of so many epochs in a row, and enough in total."""
 GROWTH_MB, GROWTH_SHARE = 64.0, 0.1
-"""Enough is at least so many MiB and at least this share of the memory before these epochs."""
+"""Growth is enough if it is at least so many MiB, and at least this share of the memory before these epochs."""
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -47,10 +47,10 @@ class MemoryGrowth:
         """The memory of all ranks at the ends of epochs; the last entry is the newest value of the current epoch."""
 
     def add(self, epoch: int, memory_mb: Tensor) -> tuple[int, float, float] | None:
-        """Add the memory of all ranks, float64 [W]. Return a rank that grows, with its MiB before and after, or None.
+        """Add the MiB of all ranks, float64 [W]. Return a rank whose memory grows, its MiB before and now; or None.
 
-        Its memory must have grown in each of the last GROWTH_EPOCHS epochs. After that, the count of epochs begins
-        again.
+        The memory of the rank has grown in each of the last GROWTH_EPOCHS epochs. After such a result, the epochs are
+        counted from 0 again.
         """
         if epoch == self.epoch:
             self.ends[-1] = memory_mb

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 RANKS_FILE = "ranks.jsonl"
 MIN_BLOCK_STEPS = 10
-"""Own times are compared over blocks of this many steps, or of half a log window if that is longer."""
+"""The ranks' own times are compared over blocks of so many steps, or of half a log window if it is longer."""
 MAX_VALUES = 100_000
 """ranks.jsonl has at most about this many times; when it has more, every two rows are merged into one."""
 
@@ -34,10 +34,10 @@ Row = dict[str, Any]
 
 
 class RankReports:
-    """Collects this rank's numbers for a log point, and turns those of all ranks into tags and messages.
+    """Collects this rank's numbers for a log point, and turns the numbers of all ranks into tags and log messages.
 
-    own_times: returns, for each step since its last call, the seconds of each of `phases`, then for each phase the
-    seconds on no processor. shares: how many images each rank has in a step. Collective: every rank must construct one.
+    own_times: returns for each step of the log window the seconds of each of `phases`, then for each phase the seconds
+    on no processor. shares: how many images each rank has in a step. Collective: every rank must construct one.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class RankReports:
         self.is_warm = False
         self.block, self.count, self.step = [0.0] * 2 * len(phases), 0, 0
         self.total_ms, self.num_steps = torch.zeros(world.world_size, dtype=torch.float64), 0
-        """The own time of each rank in this launch, and the number of steps in which it was measured."""
+        """The sum of each rank's own times in this launch, float64 [W], and the number of steps in this sum."""
 
     def start(self, step: int) -> None:
-        """Prepare for reports after optimizer step `step`; rows of an earlier launch for later steps are dropped."""
+        """Prepare for reports after optimizer step `step`; delete rows of later steps from an earlier launch."""
         self.step = step
         if self.world.is_main:
             self.lanes.start(step)
 
     def own(self) -> list[float]:
-        """Return this rank's numbers: the NUM_SENSORS measurements, then the times of the blocks that are complete."""
+        """Return this rank's numbers: NUM_SENSORS measurements, then the seconds of each complete block of steps."""
         blocks: list[float] = []
         steps = self.own_times()
         for seconds in steps:
@@ -78,7 +78,7 @@ class RankReports:
         return [memory, peak_memory_mb(self.world.device), celsius, throttled, *blocks]
 
     def add(self, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
-        """Return the tags of a log point after optimizer step `step`. numbers: `own` of each rank, float64 [W, n]."""
+        """Return the tags of a log point after optimizer step `step`. numbers [W, n]: from `own` of each rank."""
         memory, peak, celsius, throttled = numbers[:, :NUM_SENSORS].unbind(1)
         blocks = numbers[:, NUM_SENSORS:].reshape(self.world.world_size, -1, 2 * len(self.phases))
         tags: dict[str, float | str] = {"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())}
@@ -103,11 +103,11 @@ class RankReports:
         return tags | self.find_straggler(blocks, begin)
 
     def mean_own_ms(self) -> list[float]:
-        """Return the mean own time of a step of each rank in this launch, in milliseconds; empty if it is unknown."""
+        """Return for each rank the mean own time of a step in this launch, in milliseconds; [] if it is unknown."""
         return [round(value, 3) for value in (self.total_ms / self.num_steps).tolist()] if self.num_steps else []
 
     def warn(self, memory: Tensor, celsius: Tensor, throttled: Tensor, epoch: int) -> None:
-        """Log a rank whose memory grows in every epoch, and the first processor that is slowed down by heat."""
+        """Log a warning for a rank whose memory grows in every epoch, and once for a processor that heat slows down."""
         if (grown := self.growth.add(epoch, memory)) is not None:
             rank, before, now = grown
             logger.warning(
@@ -121,7 +121,7 @@ class RankReports:
             logger.warning("the processor of %s is slowed down by heat%s", self.hosts[rank], degrees)
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
-        """Return the tags of the straggler, and log if it has changed. blocks: float64 [W, blocks, 2 P]."""
+        """Return the tags of the straggler; log a change. blocks: seconds from step `begin` on, [W, blocks, 2 P]."""
         assert self.finder is not None
         was = self.finder.found
         for number, block in enumerate(blocks.unbind(1)):
@@ -150,7 +150,7 @@ class Lanes:
         self.is_failing = False
 
     def start(self, step: int) -> None:
-        """Read the rows of earlier launches, up to optimizer step `step`."""
+        """Read the rows of earlier launches up to optimizer step `step`, and delete later rows from the file."""
         with suppress(OSError):
             rows = (row for _, row in read_records(self.path) if isinstance(row.get("steps"), int))
             self.rows = [row for row in rows if row["step"] <= step]
@@ -165,7 +165,7 @@ class Lanes:
         self.write("w", self.rows)
 
     def write(self, mode: str, rows: list[Row]) -> None:
-        """Write `rows` to the file; of several failures in a row, as on a full disk, only the first logs a warning."""
+        """Replace the file by `rows` (`mode` w) or append them (a). Of failures in a row, only the first is logged."""
         text = "".join(json.dumps(rounded(row)) + "\n" for row in rows)
         try:
             if mode == "w":
@@ -180,7 +180,7 @@ class Lanes:
 
 
 def merge(first: Row, second: Row) -> Row:
-    """Return one row for the steps of two: their means; the second's values if the number of ranks has changed."""
+    """Return one row in place of two: the means, or the values of `second` if the number of ranks has changed."""
     steps = first["steps"] + second["steps"]
     merged = dict(second) | {"steps": steps}
     for name, values in second.items():
@@ -192,5 +192,5 @@ def merge(first: Row, second: Row) -> Row:
 
 
 def rounded(row: Row) -> Row:
-    """Return `row` with times to a microsecond, which makes the file smaller."""
+    """Return `row` with times rounded to a microsecond, which makes the file smaller."""
     return {name: [round(v, 3) for v in value] if isinstance(value, list) else value for name, value in row.items()}

@@ -23,7 +23,7 @@ class Sensors:
     def read(self) -> tuple[float, float]:
         """Return the highest temperature in degrees Celsius, and how often heat has slowed the processor; 0 if unknown.
 
-        Slowdowns are counted from the construction of this object.
+        Slowdowns are counted from the time when this object was made.
         """
         if time.monotonic() >= self._next:
             throttled = sum(map(read_number, self.counters)) - self._throttled_before

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 NAMED, CLEARED = 0.08, 0.04
-"""A rank is named if its steps, or a phase of them, take longer by `NAMED`, until its steps are below `CLEARED`.
+"""A rank is reported if its steps, or a phase of them, take longer by `NAMED`, until its steps are below `CLEARED`.
 
-Both are shares of the time of a step. The rank is compared with the median of the other ranks."""
+Both numbers are shares of the time of a step. The rank is compared with the median of the other ranks."""
 SAMPLE_SECONDS = 0.5
-"""The shortest length of a sample: shorter samples would show how the kernel schedules processes."""
+"""The shortest length of a sample: in a shorter one, the kernel's scheduling of processes would decide."""
 WINDOWS = {3: 3, 11: 7, 45: 24}
 """The mean of 3, 11 or 45 samples in a row decides: a short window is quick, a long window averages noise out.
 
-At least 3, 7 or 24 of these samples must be above `EACH`, so that one long pause names no rank."""
+At least 3, 7 or 24 of these samples must be above `EACH`, so that one long pause is not enough."""
 EACH = 0.05
 MIN_PAST, MAX_PAST = 7, 20
-"""The noise is measured before a window, over at least and at most this many times the window's length."""
+"""The noise is measured before a window, over at least `MIN_PAST` and at most `MAX_PAST` times its length."""
 NOISE_FACTOR = 5.0
-"""A window must be this many times as slow as noise: the 90th percentile of earlier windows, less their median."""
+"""A slowdown must be this many times the noise: the 90th percentile of earlier windows minus their median."""
 PHASE_MARGIN = 2.0
-"""A phase other than the longest or already named one is named if the rank loses this many times more in it."""
+"""The longest or already reported phase is reported, unless the rank loses this many times more in another phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Straggler:
     slowdown: float
     """The rank's own time per step, divided by the median of the other ranks, minus 1."""
     since: int
-    """The optimizer step after which it was first this slow."""
+    """The optimizer step after which the rank became slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Sample:
 
     begin: int
     slowdown: Tensor
-    """float64 [W, 2 P + 1]: by which share of a step each time of a rank is longer than on the other ranks.
+    """float64 [W, 2 P + 1]: how much longer each time of a rank is than on the other ranks, as a share of a step.
 
-    The times are those of the P phases, the parts of them on no processor, and the time of the step."""
+    The times of a rank are: each of the P phases, the part of each phase on no processor, and the whole step."""
     longest: int
-    """The phase in which the ranks spend most time."""
+    """The number of the phase in which the ranks spend most time."""
 
 
 class StragglerFinder:
@@ -57,7 +57,7 @@ class StragglerFinder:
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if both its time per step and its time per image are longer, so that a larger share of the batch is no fault.
-    They must be longer by `NAMED`, and by more on a machine where the times of ranks vary. The time in which a rank is
+    Both must be longer by `NAMED`, and by more on a machine where the times of ranks vary. The time in which a rank is
     on no processor is compared separately, because it depends less on the other work of the machine.
     """
 
@@ -71,9 +71,9 @@ class StragglerFinder:
         self._seconds = torch.zeros(len(shares), 2 * len(phases), dtype=torch.float64)
 
     def add(self, seconds: Tensor, *, begin: int) -> None:
-        """Add the own times of steps in a row, the first of which followed optimizer step `begin`.
+        """Add the own times of some steps, whose sum is `seconds`, after optimizer step `begin`; update `found`.
 
-        seconds: float64 [W, 2 P], of each phase, then of the part of each phase on no processor.
+        seconds: float64 [W, 2 P]: each phase, then the part of each phase in which the rank was on no processor.
         """
         self._begin = begin if self._begin is None else self._begin
         self._seconds = self._seconds + seconds
@@ -83,7 +83,7 @@ class StragglerFinder:
             self._find()
 
     def _find(self) -> None:
-        """Set, update or clear `found` by the newest samples."""
+        """Set, update or clear `found`, the straggler, from the newest samples."""
         slowdowns = torch.stack([sample.slowdown for sample in self._samples])
         windows = {length: slowdowns[-length:] for length in WINDOWS if len(slowdowns) >= length}
         slow = [(length, rank) for length, window in windows.items() if (rank := self._slow_rank(window)) is not None]
@@ -98,7 +98,7 @@ class StragglerFinder:
             self._samples.clear()
 
     def _slow_rank(self, window: Tensor) -> int | None:
-        """Return the rank that is slower than by noise in a window of slowdowns, [samples, W, 2 P + 1], or None."""
+        """Return the rank whose slowdown in `window`, [samples, W, 2 P + 1], is more than noise, or None."""
         length, excess = len(window), level(window)
         is_slow = (excess >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (excess[:, -1:] > EACH)
         past = list(self._past[length])
@@ -111,7 +111,7 @@ class StragglerFinder:
         return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
-        """Set `found` to `rank` and a phase, by its `slowdown`, [2 P + 1], in `length` samples from `first` on."""
+        """Set `found` to `rank` and its slowest phase. slowdown: [2 P + 1], over `length` samples from `first` on."""
         since, named = first.begin, first.longest
         if self.found is None:
             for past_length, past in self._past.items():  # the last windows have samples of the slow rank
@@ -126,13 +126,13 @@ class StragglerFinder:
 
 
 def level(window: Tensor) -> Tensor:
-    """Return the mean over a window, [samples, …]; in the shortest window the median, if it is smaller."""
+    """Return the mean of `window`, [samples, …], over samples; in the shortest window the median if smaller."""
     mean = window.mean(0)
     return torch.minimum(mean, window.median(0).values) if len(window) == min(WINDOWS) else mean
 
 
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
-    """Return a sample: how much slower each rank is than the median of the others. seconds: [W, 2 P], shares: [W]."""
+    """Return how much slower each rank is than the median of the others. seconds: [W, 2 P], shares: [W]."""
     own = seconds[:, : seconds.shape[1] // 2]
     with_total = torch.cat([seconds, own.sum(1, keepdim=True)], 1)
     per_step = with_total - median_of_others(with_total)

@@ -23,13 +23,13 @@ MAX_PENDING_CALLS = 10_000
 
 
 class Logger:
-    """Records a run. A subclass overrides the methods that it needs; those of the base class do nothing."""
+    """Records a run. A subclass overrides the methods that it needs; the methods of this base class do nothing."""
 
     in_background: ClassVar[bool] = False
-    """Whether a thread makes all calls, so that a server that is slow, or does not answer, never delays a step."""
+    """Whether another thread calls the methods, so that a server that is slow or does not answer delays no step."""
 
     def start(self, step: int) -> None:
-        """Prepare to record after optimizer step `step`, and drop the records of an earlier launch for later steps."""
+        """Prepare to record the steps after optimizer step `step`; delete an earlier launch's records of them."""
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
         """Record `values` by tag at optimizer step `step`. One of the tags is ``epoch``; some values are text."""
@@ -48,13 +48,13 @@ class Logger:
 
 
 class LoggerCalls:
-    """Calls the methods of one logger. Of several failures in a row, only the first is reported."""
+    """Calls the methods of one logger. An exception becomes a warning; of several in a row, only the first does."""
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         self.name, self.wrapped, self.is_failing = name, wrapped, False
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method and report any exception; only a KeyboardInterrupt of the main thread is raised again."""
+        """Call a method. Log any exception as a warning, but raise a KeyboardInterrupt of the main thread again."""
         try:
             getattr(self.wrapped, method)(*arguments)
         except BaseException as error:
@@ -65,18 +65,18 @@ class LoggerCalls:
             self.is_failing = False
 
     def report_failure(self, reason: str) -> None:
-        """Log a warning with `reason`, unless the logger was failing already."""
+        """Log a warning with `reason`, unless the call before this one failed too."""
         if not self.is_failing:
             logger.warning("logger=%s failed (%s); training continues", self.name, " ".join(reason.split()))
         self.is_failing = True
 
     def close(self, seconds: float) -> None:
-        """Close the logger. `seconds` limits the time of a logger that has a thread."""
+        """Close the logger. If it has a thread, wait for the thread for at most `seconds`."""
         self.call("close")
 
 
 class BackgroundCalls(LoggerCalls):
-    """Calls the methods of one logger in order, in a thread; `call` returns at once."""
+    """Calls the methods of one logger in a thread, in the order of the calls; `call` returns at once."""
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         super().__init__(name, wrapped)
@@ -86,7 +86,7 @@ class BackgroundCalls(LoggerCalls):
         self.thread.start()
 
     def work(self) -> None:
-        """Make the calls in the queue, until there is a None in it."""
+        """Take calls from the queue and make them, until None comes."""
         while (call := self.pending.get()) is not None:
             super().call(*call)
 
@@ -110,10 +110,10 @@ class BackgroundCalls(LoggerCalls):
 
 
 class LoggerGroup:
-    """All loggers of a run, called through the methods of one. A logger that fails never ends a training.
+    """All loggers of a run: each method calls the method of that name of every logger. A failure never ends a training.
 
-    Nothing is recorded before `start`, which a launch does not call if its run is finished. On ranks other than 0 the
-    group is empty. Use as a context manager: leaving it closes all loggers.
+    Nothing is recorded before `start`. A launch does not call `start` if its run is already finished. On ranks other
+    than 0 the group is empty. Use as a context manager: leaving it closes all loggers.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:

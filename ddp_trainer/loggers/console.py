@@ -17,7 +17,7 @@ class DroppedHandler(logging.Handler):
     """A handler that removes itself if it cannot write: a closed terminal or a full disk never ends a training."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Remove this handler and log that to the remaining handlers. Called inside `emit`'s except clause."""
+        """Remove this handler, and log a warning to the other handlers. `emit` calls this in an except clause."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # rich raises it for a pipe without a reader
             error = error.__context__
@@ -44,7 +44,7 @@ class LogFileHandler(DroppedHandler, logging.FileHandler):
 
 @contextmanager
 def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
-    """Send the package's messages to the console and, on rank 0, to train.log in `run_dir`."""
+    """Inside the context, send the package's messages to the console and, on rank 0, to train.log in `run_dir`."""
     handlers: list[DroppedHandler] = [ConsoleHandler()]
     handlers[0].set_name("the console")
     if rank == 0:

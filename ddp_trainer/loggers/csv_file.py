@@ -46,7 +46,7 @@ class CsvLogger(Logger):
         self.pending = []
 
     def replace(self, new_rows: Sequence[Row], *, last_step: int | None = None) -> None:
-        """Replace the file by one with its undamaged rows up to `last_step`, then `new_rows`, and with all columns."""
+        """Write the file again: its undamaged rows up to `last_step` (None: all), then `new_rows`, with all columns."""
         columns, rows = read_rows(self.path) if self.path.exists() else ([], [])
         if not columns and self.path.exists() and self.path.stat().st_size > 0:
             damaged = self.path.with_name("metrics.csv.damaged")
@@ -61,14 +61,14 @@ class CsvLogger(Logger):
 
 
 def to_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Return `rows` as lines of CSV; the field of a value that a row does not have is empty."""
+    """Return `rows` as lines of CSV; if a row has no value for a column, its field is empty."""
     text = io.StringIO()
     csv.DictWriter(text, columns, restval="", lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns of metrics.csv, and its undamaged rows by column; no columns if the header is damaged."""
+    """Return the columns of metrics.csv, and each undamaged row as a dict; two empty lists if the header is damaged."""
     whole_lines = path.read_bytes().decode("utf-8-sig", errors="replace").rpartition("\n")[0]
     reader = csv.reader(io.StringIO(whole_lines, newline=""), strict=True)
     columns: list[str] = []

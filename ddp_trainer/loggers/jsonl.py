@@ -11,7 +11,7 @@ from ddp_trainer.distributed.files import read_records, replace_text
 from ddp_trainer.loggers.base import Logger, Value
 
 MAX_PENDING = 10_000
-"""Records kept while the disk is full, to be written when there is room again."""
+"""How many records stay in memory while the disk is full; they are written when there is space again."""
 
 
 class JsonlLogger(Logger):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 MAX_NAME, MAX_VALUE, MAX_PARAMS = 250, 500, 100
 """The limits of all server versions: characters of a name, characters of a value, parameters in a request."""
 LOCK_SECONDS = 60.0
-"""How long a run waits while another one creates the database."""
+"""How long a run waits while another run creates the database."""
 
 
 class MlflowLogger(Logger):
-    """Records in one run of MLflow over all launches. Numbers are metrics, texts are tags, pictures are artifacts.
+    """Records all launches in one run of MLflow. Numbers are metrics, texts are tags, pictures are artifacts.
 
-    After a resume from an earlier step, the steps that were recorded already have two values. MLflow does not allow a
+    If a launch resumes from an earlier step, the steps that it repeats have two values each. MLflow does not allow a
     parameter to change, so if a later launch changes a key of the config, the new value is a tag.
     """
 
@@ -69,7 +69,7 @@ class MlflowLogger(Logger):
             self.client.set_terminated(self.run_id, "FINISHED" if self.is_finished else "KILLED")
 
     def log_file(self, tag: str, content: bytes, name: str) -> None:
-        """Record an artifact in the folder of `tag`."""
+        """Record `content` as the artifact `name` in the folder of `tag`."""
         client = self.connect()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, name)
@@ -89,7 +89,7 @@ class MlflowLogger(Logger):
         return self.client
 
     def build_client(self) -> "tuple[MlflowClient, str | None]":
-        """Return a client, and the folder of artifacts; None if the server chooses the folder."""
+        """Return a client and the URI of the folder for artifacts, which is None if the server chooses the folder."""
         from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
 
         MLFLOW_DISABLE_TELEMETRY.set(True)  # read at each call, not only at the import
@@ -101,7 +101,7 @@ class MlflowLogger(Logger):
         return self.mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db"), (folder / "mlartifacts").as_uri()
 
     def create_database(self, path: Path) -> None:
-        """Create the database `path` unless there is one. If several runs do so at the same time, all but one wait.
+        """Create the database `path` unless it exists. If several runs do so at once, one creates it, the others wait.
 
         MLflow takes seconds to create the tables, and cannot use a database that another process has not finished yet,
         or left unfinished when it was killed. MLflow no longer supports a folder of files in place of a database:
@@ -134,7 +134,7 @@ class MlflowLogger(Logger):
         return run
 
     def experiment_id(self, client: "MlflowClient", artifacts: str | None) -> str:
-        """Return the id of the configured experiment, which is created if there is none."""
+        """Return the id of the configured experiment; create the experiment if there is none."""
         from mlflow.exceptions import MlflowException
 
         name = self.config.experiment
@@ -148,7 +148,7 @@ class MlflowLogger(Logger):
             return experiment.experiment_id  # another run has created it at the same time
 
     def log_config(self, client: "MlflowClient", run: "Run") -> None:
-        """Record the config in `run`: keys that it does not have yet as parameters, changed values as tags."""
+        """Record the config in `run`: new keys as parameters, values that differ from recorded parameters as tags."""
         from mlflow.entities import Param, RunTag
 
         config = flatten_keys(yaml.safe_load((self.run_dir / "config.yaml").read_text()))

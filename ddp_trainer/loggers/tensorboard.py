@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Logger):
-    """Writes ``tensorboard/`` in the run directory. After a failed write, as on a full disk, it begins a new file."""
+    """Writes to ``tensorboard/`` in the run directory. After a failed write, as on a full disk, begins a new file."""
 
     def __init__(self, config: TensorBoardConfig, run_dir: Path) -> None:
         self.folder = run_dir / "tensorboard"

@@ -39,15 +39,15 @@ SETTINGS = {
     # A killed run loses the records of this time; the default is 15 seconds.
     "x_transaction_log_flush_interval": 1.0,
 }
-"""wandb's settings; those that the installed version does not know are left out."""
+"""Settings of wandb. A setting that the installed version does not know is left out."""
 MAX_BEGINS = 4
-"""How often a launch begins or continues its run: more than once if wandb's service process is killed."""
+"""How often a launch may begin or continue its run: again if wandb's service process was killed."""
 
 
 class WandbLogger(Logger):
-    """Records in one run of wandb over all launches. The x axis is the metric ``step``, the optimizer step.
+    """Records all launches in one run of wandb. The x axis is the metric ``step``, the optimizer step.
 
-    After a resume from an earlier step, the steps that were recorded already have two records. Without a login, or if
+    If a launch resumes from an earlier step, the steps that it repeats have two records each. Without a login, or if
     the server does not answer, the launch is recorded offline, for ``wandb sync``.
     """
 
@@ -85,7 +85,7 @@ class WandbLogger(Logger):
             self.end_service()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Add a row to the history. After a failure, such as a killed service process, the next call calls `begin`."""
+        """Add a row to the history. After a failure, such as a killed service process, the next call begins again."""
         run = self.run or self.begin()
         try:
             run.log({**values, "step": step})
@@ -95,7 +95,7 @@ class WandbLogger(Logger):
             raise
 
     def begin(self) -> "wandb.Run":
-        """Begin or continue the run, offline if it cannot be sent to the server, and record the config."""
+        """Begin or continue the run, offline if this fails online. Record the config, and return the run."""
         self.num_begins += 1
         if self.num_begins > MAX_BEGINS:
             raise RuntimeError(f"its run could not be recorded in {MAX_BEGINS} attempts")

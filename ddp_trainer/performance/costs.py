@@ -38,7 +38,7 @@ VARIANTS: dict[str, SyncConfig] = {
 def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int) -> float | None:
     """Return how many bytes a rank sends in a step, as a mean over ranks, for float32 gradients of `shapes`.
 
-    None for a strategy from a plug-in. The optimizer keeps `num_state_tensors` per parameter, for momentum 1.
+    None for a strategy from a plug-in. num_state_tensors: how many the optimizer keeps per parameter, for momentum 1.
 
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009
     (doi 10.1016/j.jpdc.2008.09.002): in an all-reduce (W - 1) / W of the bytes are sent and received, twice.
@@ -90,7 +90,7 @@ class Compute:
     ready: list[float]
     """When the gradient of each parameter is ready, counted from the beginning of forward."""
     copy: float
-    """Copying all gradients into one vector and back. Dividing or adding them takes a tenth of that: not counted."""
+    """The time to copy all gradients into one vector and back. Dividing or adding them takes a tenth: not counted."""
     ddp_overhead: dict[str, float]
     """By communication hook: how much longer forward and backward take inside DDP on one rank."""
 
@@ -140,7 +140,7 @@ def predict(strategy: str, compute: Compute, network: Network, world_size: int) 
 
 
 def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:
-    """Return how much longer a step takes with DDP: its own work, and the messages that end after backward.
+    """Return how many seconds longer a step takes with DDP: until all messages have arrived, at least DDP's own work.
 
     A bucket is sent when its last gradient is ready and the bucket before it has arrived.
     """

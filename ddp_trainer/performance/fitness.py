@@ -10,7 +10,7 @@ from ddp_trainer.performance.timing import synchronize
 MATMUL, BANDWIDTH = "matrix product", "memory bandwidth"
 UNITS = {MATMUL: "GFLOP/s", BANDWIDTH: "GB/s"}
 SECONDS = 3.0
-"""How long each speed is measured: long enough to include a clock that heat slows down, and other programs."""
+"""How long each speed is measured: long enough to show slowdowns by heat and by other programs."""
 
 
 def measure_fitness(device: torch.device, *, num_threads: int) -> dict[str, float]:
@@ -41,7 +41,7 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
 
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
-    """Return the lowest speeds of all GPUs of this node; without GPUs or without `use_gpus`, those of its cores."""
+    """Return the lowest speeds of all GPUs of this node; without GPUs or `use_gpus`, the speeds of its cores."""
     num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]

@@ -53,7 +53,7 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window, without the steps of the old one; `own_times` does not return them any more."""
+        """Begin a new window. The steps of the old window are dropped: `own_times` does not return them any more."""
         self.steps = 0
         self.begins: list[tuple[str, Instant]] = [("between steps", self._now())]
         self.ready: Instant | None = None
@@ -75,7 +75,7 @@ class StepTimer:
             self.enter("data")
 
     def own_times(self) -> list[list[float]]:
-        """Return for each step of the window the seconds of each of `OWN_PHASES`, then their parts on no processor.
+        """Return for each step of the window the seconds of `OWN_PHASES`, then the part of each phase on no processor.
 
         In these parts this thread waited, was stopped, or another thread used its core. On a GPU they are 0, and this
         call waits for the device. A step begins with its data phase.
@@ -111,7 +111,7 @@ class StepTimer:
         return tags
 
     def median_rate(self) -> float | None:
-        """Return the median over windows, in images per second; None before the end of the first window."""
+        """Return the median speed over windows, in images per second; None before the end of the first window."""
         return statistics.median(self.rates) if self.rates else None
 
     def _now(self) -> Instant:

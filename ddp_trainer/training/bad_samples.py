@@ -1,4 +1,4 @@
-"""Samples that could not be read: control points gather them from all ranks, and list them or end the run."""
+"""Samples that could not be read: the run lists the bad samples of all ranks in a file, or ends with an error."""
 
 import json
 import logging
@@ -15,15 +15,15 @@ FILE = "bad_images.jsonl"
 
 
 class BadSamples:
-    """All samples that the readers of any rank could not read, in the file `FILE` of the run directory."""
+    """The samples that any rank could not read. They are listed in the file `FILE` of the run directory."""
 
     def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
-        """own: name and reason of this rank's bad samples that are not gathered yet; its readers append to it."""
+        """Keep the list `own`, to which this rank's data readers append the name and reason of each new bad sample."""
         self.own, self.world, self.on_bad_image, self.path = own, world, on_bad_image, run_dir / FILE
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:
-        """Gather the new bad samples of all ranks, and list them. Collective: every rank must call this.
+        """Exchange new bad samples between ranks, and list them in the file. Collective: every rank must call this.
 
         Raises:
             ConfigError: on all ranks, if on_bad_image=error and any rank has a new bad sample.
@@ -48,7 +48,7 @@ class BadSamples:
             logger.warning("left out %s: %s%s; all are listed in %s", name, reason, others, self.path)
 
     def write(self) -> None:
-        """Add the samples that the file does not have yet; a failure, such as a full disk, only logs a warning."""
+        """Add new bad samples to the file. If this fails, for example on a full disk, only log a warning."""
         try:
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             known = {line["path"]: line["reason"] for line in map(json.loads, lines)}

@@ -1,4 +1,4 @@
-"""Control points: where ranks decide together when to log, to save and to stop."""
+"""Control points: the steps after which all ranks decide together whether to log, to save and to stop."""
 
 import time
 from collections.abc import Callable
@@ -12,32 +12,32 @@ from ddp_trainer.distributed.process_group import World
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 
 CONTROL_SECONDS = 1.0
-"""Control points are at log points, and about every so many seconds (after every step if a step takes longer)."""
+"""The approximate time between control points, which is at least one step. Every log point is a control point too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The actions that all ranks take after a step."""
+    """The decision of a control point: all ranks take the same actions after a step."""
 
     log: bool
     save: bool
     stop: bool
     diverged: bool
-    """A loss or gradient was not finite since the last control point, on some rank."""
+    """Whether a loss or gradient of any rank has been infinite or NaN in this launch."""
     has_bad_samples: bool
-    """Some rank could not read a sample since the last control point."""
+    """Whether any rank could not read a sample since the last control point."""
     loss: float
-    """Mean over all ranks and the steps of the log window so far."""
+    """The mean loss of an image, over all ranks and the steps since the last log point."""
     top1: float
     by_rank: Tensor
-    """float64 [W, n]: the n numbers that each rank reports about itself at a log point; n is 0 elsewhere."""
+    """float64 [W, n]: row r has the n numbers of rank r from `own_report`; n is 0 if this is not a log point."""
 
 
 class ControlPoint:
     """Decides when to log, save and stop. All ranks get the same decision.
 
     Apart from the exchange of gradients, a control point is the only place in an epoch where ranks communicate or the
-    host waits for the device: one all-reduce has all flags and sums.
+    host waits for the device: one all-reduce exchanges all flags and sums.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class ControlPoint:
         self.saved_at, self.is_save_postponed = time.perf_counter(), False
 
     def begin(self, step: int) -> None:
-        """Begin or resume an epoch after optimizer step `step`. The first step after it is a control point."""
+        """Begin or resume an epoch when `step` optimizer steps are done. The next step is a control point."""
         self.next_step, self.last_step, self.last_time = step, step, time.perf_counter()
 
     def saved(self) -> None:
-        """Restart the clock of ``checkpoint.every_seconds``."""
+        """Record that a checkpoint was saved: ``checkpoint.every_seconds`` is counted from now."""
         self.saved_at, self.is_save_postponed = time.perf_counter(), False
 
     def postpone_save(self, step: int) -> None:
-        """Decide to save again after the next step, because replicas are not equal after optimizer step `step`."""
+        """Postpone a save to the next step, because parameters differ between ranks after optimizer step `step`."""
         self.is_save_postponed, self.next_step = True, step + 1
 
     def decide(
         self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite, num_bad_samples: int = 0,
         own_report: Callable[[], list[float]] = list,
     ) -> Decision | None:  # fmt: skip
-        """Return the decision after optimizer step `step`, the same on every rank; None if no control point is due.
+        """Return the decision after optimizer step `step`, the same on every rank; None if it is no control point.
 
-        num_bad_samples: how many new samples this rank could not read. own_report: returns this rank's numbers for
-        a log point; all ranks return equally many numbers.
+        is_last: whether the epoch or the launch ends after this step. num_bad_samples: how many new samples this rank
+        could not read. own_report: returns this rank's numbers for a log point; all ranks return equally many.
         """
         every = self.checkpoint.every_steps
         log = is_last or step % self.log_every_steps == 0

@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
-    """Write the scores to evaluation/last-<split>/, and report.html, if the config asks for it. Collective.
+    """If ``report=true``, write the last evaluation's scores to evaluation/last-<split>/, and report.html. Collective.
 
-    If this launch had no evaluation, as after a graceful stop, only report.html is written. A failure logs a warning.
+    Without an evaluation in this launch, as after a graceful stop, write only report.html. A failure logs a warning.
     """
     if not trainer.config.report:
         return

@@ -18,13 +18,13 @@ from ddp_trainer.training.metrics import DesynchronizedError
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""How far rounding may move projections of two gradients apart, as a share of their norm: some 1,000 or 10 ulp."""
+"""By dtype: the largest difference of two sums over a gradient that rounding explains, divided by its norm."""
 TAG = 1
-"""The tag of this check's messages, so that a strategy's messages, sent at the same time, are not mistaken for them."""
+"""The tag of this check's messages. It keeps them apart from messages that the strategy sends at the same time."""
 
 
 class CorruptionError(DesynchronizedError):
-    """The gradient or the parameters of a rank differ from those of other ranks, although their input was the same."""
+    """A rank computed another gradient than another rank from the same images, or has other parameters."""
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
@@ -32,15 +32,15 @@ class CorruptionError(DesynchronizedError):
 
 
 class GradientCheck:
-    """Compares this rank's gradient with the one that the next rank computes from the same batch.
+    """Compares the gradient of each rank with the gradient that the next rank computes from the same images.
 
-    Every ``every_steps`` steps each rank computes the gradient of the rank before it again, from that rank's share of
-    the batch, before the optimizer uses it. If the two differ, a third computation shows which rank is wrong.
-    Collective: every rank must construct one.
+    Every ``every_steps`` steps, before the optimizer uses the gradients, each rank r sends its share of the batch to
+    rank r + 1, which computes the gradient again. If the two gradients differ, rank r + 2 computes a third one, which
+    shows which rank is wrong. Collective: every rank must construct one.
     """
 
     def __init__(self, step: TrainStep, *, every_steps: int, deterministic: bool) -> None:
-        """Raise ConfigError if ranks cannot send batches to each other."""
+        """Prepare to check `step`; ConfigError if the backend cannot send batches between ranks."""
         require(
             step.world.device.type == "cpu" or step.world.backend != "gloo" or step.world.world_size == 1,
             f"check.every_steps={every_steps} sends batches between ranks, which backend=gloo cannot do for GPUs: use "
@@ -52,27 +52,27 @@ class GradientCheck:
         machines = self.world.all_gather_object(machine(self.world.device))
         is_repeatable = self.world.device.type == "cpu" or deterministic
         self.tolerance = None
-        """None: gradients must be bitwise equal."""
+        """One of `TOLERANCES`; None if gradients must be bitwise equal."""
         if not is_repeatable or len(set(machines)) > 1:
             is_tf32 = self.world.device.type == "cuda" and torch.backends.cudnn.allow_tf32
             fp32 = torch.float16 if is_tf32 else torch.float32  # TF32 has as many digits as float16
             self.tolerance = TOLERANCES[step.settings.autocast_dtype or fp32]
         self.checked = step.count
-        """The last step that was checked."""
+        """The number of the last step that was checked."""
         self._prints: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._batch: Callable[[], tuple[Tensor, Tensor]] | None = None
 
     @property
     def is_due(self) -> bool:
-        """Whether to check this step: every `every_steps` steps, as soon as parameters are equal on all ranks."""
+        """Whether to check the next step: every `every_steps` steps, or later, when all ranks have equal parameters."""
         is_later = (self.step.count + 1) // self.every_steps > self.checked // self.every_steps
         return is_later and self.step.sync.is_synchronized
 
     def watch(self, images: Tensor, labels: Tensor) -> None:
-        """Record this rank's gradients when backward has computed them, before they are communicated.
+        """Register hooks that record each gradient of this rank after backward has computed it, before it is averaged.
 
-        Also begin to send the batch to the next rank, while this rank computes the step.
+        Also begin to send the batch to the next rank. The transfer goes on while this rank computes the step.
         """
 
         def take(parameter: Tensor) -> None:
@@ -84,7 +84,7 @@ class GradientCheck:
         self._hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in self.parameters]
 
     def compare(self, images: Tensor, labels: Tensor) -> None:
-        """Compare the gradients of this step, and the parameters. Collective: every rank must call this.
+        """Compare gradients and parameters between ranks, before the update. Collective: every rank must call this.
 
         Raises:
             CorruptionError: on all ranks, if the gradient or the parameters of one rank differ.
@@ -111,7 +111,11 @@ class GradientCheck:
             self.decide(owns, agains, third, differing)
 
     def decide(self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]) -> None:
-        """Raise the error for the rank whose result differs from the two others of a batch. Each: float64 [W, n]."""
+        """Raise CorruptionError for the rank whose result differs from two equal results, or for an unknown rank.
+
+        own, second, third: float64 [W, n]. Row r: results of ranks r, r + 1, r + 2 (modulo W) for the batch of rank r.
+        differing: the numbers of the rows in which `own` and `second` differ.
+        """
         votes: Counter[int] = Counter()
         ranks = self.world.world_size
         for rank in differing:
@@ -125,7 +129,7 @@ class GradientCheck:
         self.fail(rank if is_clear else None, "computed another gradient than other ranks from the same images")
 
     def fail(self, rank: int | None, what: str) -> None:
-        """Raise the error that `rank` did `what`; `rank` is None if it is not known which rank did it."""
+        """Raise CorruptionError, whose message says that `rank` (None: an unknown rank) did `what`."""
         hosts = ", ".join(dict.fromkeys(self.hosts))
         who = f"rank {rank} on {self.hosts[rank]}" if rank is not None else f"one of the ranks (on {hosts})"
         raise CorruptionError(
@@ -135,9 +139,9 @@ class GradientCheck:
         )
 
     def start_shift(self, images: Tensor, labels: Tensor, *, shift: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin to send the batch to rank r + `shift`. Return a function that waits for the batch of rank r - `shift`.
+        """Begin to send the batch to rank r + `shift`; return a function that waits for the batch of rank r - `shift`.
 
-        r is this rank. images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
+        The function returns it. r is this rank. images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
         """
         rank, ranks = self.world.rank, self.world.world_size
         source, target = (rank - shift) % ranks, (rank + shift) % ranks
@@ -156,7 +160,7 @@ class GradientCheck:
         return wait
 
     def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
-        """Compute the gradient of the rank `shift` places before this one from its batch; return the description."""
+        """Compute the gradient of rank r - `shift` again, from its batch, and return the result of `combine` for it."""
         step, world = self.step, self.world
         source = (world.rank - shift) % world.world_size
         buffers = [buffer.clone() for buffer in step.model.buffers()]
@@ -173,7 +177,7 @@ class GradientCheck:
         return self.combine([None if gradient is None else self.describe(gradient) for gradient in total])
 
     def describe(self, gradient: Tensor) -> Tensor:
-        """Return the numbers by which the gradient of a parameter is compared: float64 [1] if bitwise, else [3]."""
+        """Return the numbers that are compared in place of `gradient`: float64 [1] for bitwise comparison, else [3]."""
         if self.tolerance is None:
             return bit_sum([gradient]).double()[None]
         flat = gradient.detach().double().contiguous().view(-1)
@@ -181,13 +185,13 @@ class GradientCheck:
         return torch.stack([flat.square().sum(), flat.sum(), (flat * signs).sum()])
 
     def combine(self, prints: Sequence[Tensor | None]) -> Tensor:
-        """Return one vector from the descriptions of all parameters; None stands for a missing gradient."""
+        """Return one vector [n] from the results of `describe` for all parameters; None is a missing gradient."""
         empty = torch.zeros(1 if self.tolerance is None else 3, dtype=torch.float64, device=self.world.device)
         vectors = [empty if one is None else one for one in prints]
         return torch.cat(vectors) if self.tolerance is None else torch.stack(vectors).sum(0)
 
     def are_equal(self, first: Tensor, second: Tensor) -> bool:
-        """Return whether two descriptions are those of the same gradient."""
+        """Return whether two vectors from `combine` are equal: bitwise, or up to rounding if there is a tolerance."""
         if self.tolerance is None:
             return torch.equal(first, second)
         if not (first.isfinite().all() and second.isfinite().all()):  # fp16 gradients sometimes overflow
@@ -203,9 +207,9 @@ def bit_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def transfer(mine: Tensor, length: int, *, source: int, target: int) -> tuple[list[dist.P2POp], Tensor]:
-    """Return the operations that send `mine`, [B, …], to `target` and receive from `source`, and the received tensor.
+    """Return the operations that send `mine` to rank `target` and receive from rank `source`, and the received tensor.
 
-    That tensor is [length, …], with the memory format of `mine`, and is valid once the operations have ended.
+    mine: [B, …]. The received tensor is [length, …], in the memory format of `mine`, and valid after the operations.
     """
     is_channels_last = mine.ndim == 4 and mine.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format

@@ -31,12 +31,12 @@ class LogWindow:
         """Loss, accuracy and speed of the last window, for the console."""
 
     def start(self) -> None:
-        """Prepare for the first step of a launch."""
+        """Prepare for the first step of a launch: reset the peak of memory, and read the times of earlier launches."""
         reset_peak_memory(self.step.world.device)
         self.reports.start(self.step.count)
 
     def close(self, epoch: int, decision: Decision) -> dict[str, Value]:
-        """Return the tags of the window, over all ranks, and begin the next one."""
+        """Return the values of the window by tag, over all ranks, and begin the next window."""
         step, world = self.step, self.step.world
         step.sums.vector.zero_()
         values: dict[str, Value] = {"epoch": epoch, "train/loss": decision.loss, "train/top1": decision.top1}
@@ -54,7 +54,7 @@ class LogWindow:
         return values
 
     def utilizations(self, rate: float | None) -> dict[str, float | None]:
-        """Return both utilizations of the devices of all ranks, which together train on `rate` images per second."""
+        """Return matmul utilization and MFU by name, at `rate` images per second over all ranks; None if unknown."""
         if rate is None:
             return {"matmul_utilization": None, "mfu": None}
         per_device = rate / (self.step.world.world_size * self.step.sync.num_devices)

@@ -1,4 +1,4 @@
-"""Sums, counts and progress over all launches, and the checks that values are finite and replicas equal."""
+"""Sums of metrics, the progress over all launches, and the checks that values are finite and replicas equal."""
 
 import time
 from dataclasses import astuple, dataclass
@@ -18,7 +18,7 @@ class DesynchronizedError(RuntimeError):
     """Replicas that should be equal are not. All ranks raise this in the same step."""
 
     outcome = "and all other ranks stopped, in"
-    """The words between host and phase in the first line of this rank's report."""
+    """The words that the first line of the failure report has between the host and the phase of the rank."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class MetricSums:
         """float64 [3]: sum of losses, number of correct predictions, number of samples."""
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch, without its samples that have no label. loss_sum: [], logits: [B, C], labels: [B] or [B, C]."""
+        """Add a batch; samples without a label do not count. loss_sum: [], logits: [B, C], labels: [B] or [B, C]."""
         if labels.ndim == 2:  # mixed images: the class with the largest share counts as the correct one
             shares, classes = labels.max(1)
             labels = torch.where(shares > 0, classes, -1)
@@ -48,7 +48,7 @@ class MetricSums:
 
 
 class SampleDigest:
-    """A digest of which samples each step of an epoch used: a sum of hashes, so that the digests of ranks can be added.
+    """A digest of the samples that each step of an epoch used. It is a sum of hashes: digests of ranks can be added.
 
     Two epochs with equal digests used the same samples in the same global batches, whatever the world size.
     """
@@ -66,7 +66,7 @@ class SampleDigest:
 
     @staticmethod
     def text(total: int) -> str:
-        """Return a digest as 16 hexadecimal digits."""
+        """Return the sum of hashes `total`, an int64, as 16 hexadecimal digits."""
         return f"{total & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
@@ -85,7 +85,7 @@ class Progress:
         return self.earlier_seconds + time.perf_counter() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        """Return sums over ranks as tensors, other values as builtins. Collective: every rank must call this."""
+        """Return tensors (sums over ranks) and builtins for a checkpoint. Collective: every rank must call this."""
         return {
             "digest": self.world.all_reduce(self.digest.vector.clone()),
             "window": self.world.all_reduce(self.sums.vector.clone()),
@@ -94,7 +94,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, best_top1: float) -> None:
-        """Restore the result of `state_dict`. Rank 0 restores the sums over all ranks; other ranks begin at 0."""
+        """Restore a result of `state_dict`. Rank 0 restores the sums over all ranks; other ranks begin at sums of 0."""
         self.best_top1 = best_top1
         if self.world.is_main:
             self.digest.vector += state["digest"].to(self.world.device)
@@ -113,12 +113,12 @@ class NonFinite:
         """int64 []: the first step with a value that is not finite, or NEVER."""
 
     def check(self, values: Tensor, *, step: int) -> None:
-        """Record optimizer step `step` if any of `values` is not finite."""
+        """Record optimizer step `step` if any of `values` is not finite and no earlier step is recorded."""
         self.first = torch.where(torch.isfinite(values.sum()), self.first, self.first.clamp(max=step))
 
     @property
     def flag(self) -> Tensor:
-        """float64 [1]: 1 if a step was not finite, else 0."""
+        """float64 [1]: 1 if any step so far had a value that is not finite, else 0."""
         return (self.first < self.NEVER).double()[None]
 
     def fail(self, world: World, *, lr: float) -> NoReturn:
@@ -131,10 +131,10 @@ class NonFinite:
 
 
 def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
-    """Check that the parameters of `model` are bitwise equal on all ranks. Collective: every rank must call this.
+    """Check that parameters and integer buffers are bitwise equal on all ranks. Collective: every rank must call this.
 
     Raises:
-        DesynchronizedError: on all ranks, if the parameters of one rank differ.
+        DesynchronizedError: on all ranks, if the values of one rank differ.
     """
     integers = (buffer for buffer in model.buffers() if not buffer.is_floating_point())
     own = torch.zeros(1, dtype=torch.int64, device=world.device)  # any single bit of a value changes it

@@ -13,7 +13,7 @@ from ddp_trainer.config.optimizers import AdamWConfig, LAMBConfig, LARSConfig, O
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int) -> Optimizer:
-    """Return the optimizer that `config` chooses, at its peak learning rate, for the parameters that need gradients."""
+    """Return the optimizer that `config` chooses, at its peak learning rate; ConfigError if no parameter is trained."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that needs a gradient: train some, by a shorter model.freeze")
@@ -40,7 +40,7 @@ def build_adamw(config: AdamWConfig, parameters: list[Parameter], *, lr: float) 
 
 
 def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) -> Optimizer:
-    """Return timm's LARS.
+    """Return timm's LARS, without weight decay for biases and normalization.
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888).
     """
@@ -51,7 +51,7 @@ def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) ->
 
 
 def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) -> Optimizer:
-    """Return timm's LAMB.
+    """Return timm's LAMB, without weight decay for biases and normalization.
 
     Source: You et al., Large Batch Optimization for Deep Learning, 2020 (arXiv 1904.00962).
     """
@@ -71,7 +71,7 @@ def timm_optimizers() -> Any:
 
 
 def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups in which biases and normalization have no weight decay, and so no trust ratio in timm."""
+    """Return two parameter groups. In the second, biases and normalization have no weight decay or trust ratio."""
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -79,9 +79,9 @@ def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Give the optimizer's state the memory layout of the parameters, which may not be the layout that was saved.
+    """Change the memory layout of the optimizer's state to that of the parameters, if a checkpoint had another one.
 
-    Fused kernels process a parameter and its state in the order of memory, and ignore their strides.
+    Fused kernels need this: they process a parameter and its state in the order of memory, and ignore the strides.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

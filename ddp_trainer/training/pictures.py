@@ -28,9 +28,9 @@ ROW, NAMES, BARS, NUMBERS = 16, 180, 300, 60
 
 
 def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_dir: Path) -> None:
-    """Record the first `images`, float [B, C, H, W], and the number of images of each class, if it is known.
+    """Record a picture of the first `images`, float [B, C, H, W], and, if known, a chart of the sizes of classes.
 
-    The tags are ``train/first_batch`` and ``train/class_sizes``; files of these names are written to pictures/ too.
+    The tags are ``train/first_batch`` and ``train/class_sizes``. Both are also written as PNG files to pictures/.
     """
     if not loggers.loggers:
         return
@@ -79,7 +79,7 @@ def labels_of(source: Any) -> Tensor | None:
 
 
 def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> bytes:
-    """Return a PNG of `images`, float [B, C, H, W], in a square grid; only the first channel unless C is 1 or 3."""
+    """Return a PNG of normalized `images`, float [B, C, H, W], in a square grid. Use one channel unless C is 1 or 3."""
     pixels = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
     pixels = pixels if pixels.shape[1] in (1, 3) else pixels[:, :1]
     grid = make_grid(pixels.clamp(0, 1), nrow=math.ceil(math.sqrt(len(images))))
@@ -87,7 +87,7 @@ def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
-    """Return a PNG with a bar for each class, the largest first; only the largest and smallest of many classes."""
+    """Return a PNG with a bar for each class, the largest first. Of more than `MAX_CLASSES`, leave out the middle."""
     rows = sorted(zip(counts, names, strict=True), reverse=True)
     if len(rows) > MAX_CLASSES:
         rows = [*rows[: MAX_CLASSES // 2], *rows[-MAX_CLASSES // 2 :]]

@@ -46,13 +46,13 @@ from ddp_trainer.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 3.0
-"""How long a rank waits before it ends, if a rank on another node made it stop.
+"""How long a rank waits before it ends, if it did not get the request to stop itself, but from another rank.
 
-torchrun stops all ranks of an elastic job when a node comes back. If an agent sees its ranks end before it has noticed
-that node, it considers the job finished, and does not take part in the restart.
+torchrun stops all ranks of an elastic job when a node comes back, and starts them again. If the torchrun process of a
+node sees its ranks end before it has noticed the new node, it considers the job finished and does not restart them.
 """
 STOPPED = "stopped"
-"""The file that marks a run that was stopped gracefully and is not finished."""
+"""The name of a file in the run directory: the run was stopped gracefully and is not finished."""
 
 
 def run(config: Config, run_dir: Path | None = None) -> Summary:
@@ -124,7 +124,7 @@ def build_trainer(
 
 
 def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume: Resume, stack: ExitStack) -> None:
-    """Lock `run_dir` on rank 0 and begin to log to it, both until `stack` closes. Collective."""
+    """Create and lock `run_dir` on rank 0, and write log messages to it, both until `stack` closes. Collective."""
     lock = lock_run_dir(run_dir, config, resume=resume)
     backup_dir = world.raise_on_any_rank(lambda: stack.enter_context(lock) if world.is_main else None)
     stack.enter_context(logging_to(run_dir, rank=world.rank))
@@ -137,7 +137,7 @@ def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume:
 
 
 def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: None) -> tuple[StepTimer, TrainStep]:
-    """Return the step timer and the optimizer step of `begun`, with model, strategy and optimizer."""
+    """Build model, strategy and optimizer; return the timer and the step. on_phase: is called with each new phase."""
     config, world, datasets = begun.config, begun.world, begun.datasets
     torch.manual_seed(derive_seed(config.seed, purpose="model"))
     model = world.raise_on_any_rank(  # the weights file may be missing on some nodes
@@ -199,7 +199,7 @@ def log_header(trainer: Trainer, datasets: Datasets) -> None:
 
 
 def record_summary(summary: Summary, trainer: Trainer) -> None:
-    """On rank 0, write summary.json, log the last line, and write `STOPPED` or record the result in the loggers."""
+    """On rank 0, write summary.json and log the last line. If stopped, write `STOPPED`, else record the result."""
     if not trainer.world.is_main:
         return
     write_output(trainer.run_dir / "summary.json", summary.to_json())

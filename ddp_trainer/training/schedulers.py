@@ -1,6 +1,6 @@
-"""Learning-rate schedules: the factor of the peak learning rate as a closed form of the step.
+"""Learning-rate schedules: functions that return a factor for the peak learning rate from the step alone.
 
-A resumed or prolonged run therefore needs no history of the schedule.
+A resumed or prolonged run therefore needs no state of the schedule.
 """
 
 import math
@@ -14,7 +14,7 @@ Factor = Callable[[int], float]
 
 
 def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return the schedule that `config` chooses as a function, with its linear warm-up."""
+    """Return the schedule that `config` chooses, with its linear warm-up, as a function of the step."""
     choice = registry.find("scheduler", type(config))
     assert choice is not None
     warmup_steps = round(config.warmup_epochs * steps_per_epoch)
@@ -23,24 +23,24 @@ def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, total_steps: int
 
 
 def build_constant(config: ConstantConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return the constant 1."""
+    """Return a function that returns 1 for every step."""
     return lambda step: 1.0
 
 
 def build_step(config: StepConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return a factor that is multiplied by gamma every `every_epochs` epochs."""
+    """Return a function whose value is 1 at first, and is multiplied by `gamma` every `every_epochs` epochs."""
     return lambda step: config.gamma ** (step // (config.every_epochs * steps_per_epoch))
 
 
 def build_cosine(config: CosineConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return half a cosine from 1, after the warm-up, to `final_factor` at the last step."""
+    """Return a function that follows half a cosine from 1, after the warm-up, to `final_factor` at the last step."""
     warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     length = max(1, total_steps - warmup_steps)
     return lambda step: _anneal(1.0, config.final_factor, (step - warmup_steps) / length)
 
 
 def build_onecycle(config: OneCycleConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return half a cosine up from `initial_factor` to 1, then half a cosine down to `final_factor`.
+    """Return a function that follows half a cosine from `initial_factor` up to 1, then one down to `final_factor`.
 
     Source: Smith and Topin, Super-Convergence, 2017 (arXiv 1708.07120).
     """
@@ -55,5 +55,5 @@ def build_onecycle(config: OneCycleConfig, *, steps_per_epoch: int, total_steps:
 
 
 def _anneal(start: float, end: float, done: float) -> float:
-    """Return the value, at the share `done` in [0, 1], of half a cosine from `start` to `end`."""
+    """Return the value of half a cosine from `start` (at `done` = 0) to `end` (at `done` = 1 or more)."""
     return end + (start - end) * (1 + math.cos(math.pi * min(done, 1.0))) / 2

@@ -24,16 +24,16 @@ from ddp_trainer.distributed.process_group import World, prepare, process_group
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The parts that `start` returns, for run, benchmark and plan; ``dataclasses.replace`` makes variants of it."""
+    """The result of `start`, for run, benchmark and plan. ``dataclasses.replace`` makes a variant with other values."""
 
     config: Config
-    """The config, in which auto is resolved."""
+    """The config, with a value for this hardware in place of each auto."""
     world: World
     datasets: Datasets
     memory_format: torch.memory_format
 
     def build_loaders(self) -> Loaders:
-        """Return the loaders of this rank."""
+        """Return the data loaders of this rank, for training and for evaluation."""
         return build_loaders(
             self.datasets,
             self.config.data,
@@ -46,7 +46,7 @@ class Start:
 
 
 def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
-    """Read the data set, join the process group until `stack` closes, compare the ranks and resolve auto.
+    """Read the data set, join the process group until `stack` closes, check that ranks agree, and resolve auto.
 
     Collective: every rank must call this.
 
@@ -69,12 +69,12 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
 
 
 def memory_format(channels_last: bool | str) -> torch.memory_format:
-    """Return the memory layout of models and batches."""
+    """Return the memory layout of models and batches; auto is channels last."""
     return torch.channels_last if channels_last in ("auto", True) else torch.contiguous_format
 
 
 def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:
-    """Return the data set, downloaded if necessary. Call this before ranks wait for each other in a collective."""
+    """Return the data set, downloaded if necessary; ConfigError if too small. Call this before the first collective."""
     datasets = build_datasets(config)
     count = num_samples(datasets.train)
     require(
@@ -103,7 +103,7 @@ def resolve_auto(config: Config, world: World) -> Config:
 
 
 def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool) -> None:
-    """Set the switches of torch and of the memory allocator; ConfigError if a rank cannot compile. Collective."""
+    """Set global options of torch and of the memory allocator; ConfigError if a rank cannot compile. Collective."""
     if world.device.type == "cpu":
         keep_freed_memory()
     if compile_model:

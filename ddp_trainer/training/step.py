@@ -49,7 +49,7 @@ class StepSettings:
 
 
 class StepCheck(Protocol):
-    """A check of the gradients before they are used, in steps in which it is due; its exceptions end the training."""
+    """A check of the gradients before the optimizer uses them, in steps where `is_due`; its errors end the training."""
 
     @property
     def is_due(self) -> bool: ...
@@ -58,7 +58,7 @@ class StepCheck(Protocol):
 
 
 class TrainStep:
-    """Forward, backward, gradient accumulation, clipping, loss scaling, optimizer and schedule.
+    """One optimizer step: forward, backward, gradient accumulation, clipping, loss scaling, optimizer and schedule.
 
     `model` is the bare module, which is evaluated, clipped and saved. `replica` is the module that the strategy
     returns for `model`; a step calls `replica`.
@@ -90,7 +90,7 @@ class TrainStep:
         """The learning rate of the last step."""
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one step and return this rank's share of the global batch's mean loss [].
+        """Take one optimizer step. Return this rank's part of the mean loss []; the sum over ranks is the mean.
 
         images: float32 [B, C, H, W], labels: int64 [B], or float32 [B, classes] for mixed images.
         """
@@ -126,7 +126,7 @@ class TrainStep:
         return loss
 
     def begin_training(self) -> None:
-        """Put the model into training mode, except frozen BatchNorm layers, so that their statistics do not change."""
+        """Put the model into training mode, except frozen BatchNorm layers, whose statistics must not change."""
         self.replica.train()
         for module in self.replica.modules():
             own = list(module.parameters(recurse=False))
@@ -134,12 +134,12 @@ class TrainStep:
                 module.eval()
 
     def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split a rank's share of a global batch into microbatches that differ by at most one sample."""
+        """Split a rank's share of a global batch into microbatches whose sizes differ by at most one."""
         parts = self.settings.gradient_accumulation_steps
         return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
 
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Add the gradients of a microbatch. Return its share of the global batch's mean loss []."""
+        """Add the gradients of a microbatch to ``.grad``. Return its part of the mean loss of the global batch []."""
         self.on_phase("forward")
         loss, loss_sum, logits = self.loss(self.replica, images, labels)
         self.sums.add(loss_sum, logits, labels)
@@ -148,9 +148,9 @@ class TrainStep:
         return loss_sum / self.settings.global_batch_size
 
     def loss(self, module: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scaled loss of a microbatch for backward [], the sum of its losses [], and its logits [B, C].
+        """Return the loss for backward [], the sum of the losses [], and the logits [B, C] of a microbatch.
 
-        The last two are detached.
+        The loss is scaled: averaged over ranks, its gradient is that of the global batch. The other two are detached.
         """
         settings = self.settings
         with settings.autocast(self.world.device):
@@ -163,8 +163,8 @@ class TrainStep:
     def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
         """Record whether the loss or a gradient is not finite, clip gradients, update parameters, advance the schedule.
 
-        statistics: the floating buffers [n] before the step, or None. If they are given, an update that is not finite
-        is skipped, and the buffers are restored.
+        statistics: the floating-point buffers [n] before the step, or None. If given, an update that is not finite is
+        skipped, and the buffers are restored.
         """
         values, max_norm = [loss], self.settings.max_grad_norm
         if max_norm is not None:
@@ -219,7 +219,7 @@ class TrainStep:
         return shape
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule and scaler. Collective: every rank must call this."""
+        """Return the state of optimizer, schedule, scaler and step count. Collective: every rank must call this."""
         return {
             "optimizer": self.sync.optimizer_state(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
@@ -228,7 +228,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a result of `state_dict`, except the learning rate: this run's schedule decides it."""
         self.optimizer.load_state_dict(state["optimizer"])
         match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
@@ -240,7 +240,7 @@ class TrainStep:
 
 
 def sum_of_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Return the sum [] of the cross-entropies, without samples that have no label.
+    """Return the sum [] of the cross-entropies of a batch; samples without a label do not count.
 
     logits: [B, C], labels: int64 [B], or [B, C] with the probability of each class, all zero for no label.
     """

@@ -38,7 +38,7 @@ class Summary:
     backend: str
     sync: str
     rank_own_ms: list[float] = field(default_factory=list)
-    """By rank: the mean time of a step without waiting for other ranks, in this launch."""
+    """For each rank: the mean milliseconds of a step in this launch, without the time of waiting for other ranks."""
 
     def to_json(self) -> str:
         """Return the text of summary.json."""
@@ -67,7 +67,7 @@ class Summary:
 
 
 def read_summary(run_dir: Path, step: int) -> str:
-    """Return the text of summary.json if it is valid and of optimizer step `step`, else an empty text."""
+    """Return the text of summary.json if it is valid and describes optimizer step `step`, else ""."""
     try:
         text = (run_dir / "summary.json").read_text()
         return text if Summary.from_json(text).steps == step else ""

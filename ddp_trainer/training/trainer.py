@@ -64,7 +64,7 @@ class Trainer:
         """The results of this rank's samples in the last evaluation of this launch; None before the first one."""
 
     def fit(self) -> Summary:
-        """Train, evaluate and save until done or stopped. Collective: every rank must call this."""
+        """Train, evaluate and save until done or stopped; return the result. Collective: every rank must call this."""
         resumed = self.checkpoints.restore(self)
         if self.step >= self.last_step and resumed:
             return self.repeat_summary()
@@ -79,7 +79,7 @@ class Trainer:
         return self.summary()
 
     def begin(self) -> None:
-        """Prepare the first step of this launch."""
+        """Prepare the first step of this launch: compare replicas, start the loggers, warm up DDP. Collective."""
         self.window.start()
         self.train_step.sync.begin()
         check_replicas(self.model, self.world, step=self.step)
@@ -90,7 +90,7 @@ class Trainer:
         self.prime()
 
     def prime(self) -> None:
-        """Warm up DDP and the compiler with black images, by `prime_ddp`; ConfigError if the output is not logits."""
+        """Warm up DDP and the compiler with black images; ConfigError if the model fails or returns no logits."""
         config, device, image_shape = self.config, self.world.device, self.loaders.image_shape
         if config.compile:
             self.monitor.phase = COMPILATION
@@ -125,7 +125,7 @@ class Trainer:
 
     @property
     def status(self) -> Status:
-        """The status of a launch that ends now."""
+        """The status of this launch, if it ends now."""
         if self.step < self.last_step:
             return Status.stopped
         return Status.finished if self.step >= self.total_steps else Status.max_steps
@@ -240,7 +240,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore `state`, saved at any world size; ConfigError if it is of another config or of other data."""
+        """Restore `state`, saved by any number of ranks; ConfigError if it belongs to another config or other data."""
         check_changes(state["config"], to_builtins(self.config), run_dir=self.run_dir)
         require(
             state["data_fingerprint"] == self.loaders.fingerprint,
