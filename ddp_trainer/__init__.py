@@ -41,7 +41,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, because ``--help`` and completion must not import torch."""
+    """Return the public object `name`, imported at its first use so that ``--help`` does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ddp_trainer.{_MODULES[name]}"), name)

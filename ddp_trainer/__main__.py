@@ -13,7 +13,7 @@ from ddp_trainer.distributed.environment import end_with_launcher, limit_spinnin
 
 
 def main() -> None:
-    """Run the command that ``sys.argv`` names, `train` if it names none."""
+    """Run the command that ``sys.argv`` names, or `train` if ``sys.argv`` names no command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # SIGINT ends the process until a training handles it, because some imports ignore a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command, empty if there is none, and the words after it."""
+    """Return the command, "" if `words` begin with none, and the words after it; exit with 2 if it is unknown."""
     if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
         return "", list(words)
     if words[0] in COMMANDS:
@@ -45,7 +45,7 @@ def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def print_overview() -> None:
-    """Print the commands and the choices of each group."""
+    """Print all commands, and the choices of each config group."""
     from ddp_trainer.config.composition import config_dir  # imports Hydra
 
     print("Train an image classifier with PyTorch DistributedDataParallel.\n")

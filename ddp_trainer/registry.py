@@ -32,15 +32,15 @@ class PluginError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of a group: ``<group>=<name>``."""
+    """One choice of a config group, which the user selects with ``<group>=<name>``."""
 
     name: str
     schema: type
     builder: Callable[..., Any] | str
-    """A function, or ``"package.module:function"``, imported when it is first needed."""
+    """The function that builds the object, or its name ``"package.module:function"``, imported when first needed."""
 
     def build(self, *args: Any, **options: Any) -> Any:
-        """Return what the builder makes of these arguments, which depend on the config group; see docs/extending.md."""
+        """Return the object that the builder makes from the arguments; docs/extending.md lists them for each group."""
         builder = resolve_name(self.builder) if isinstance(self.builder, str) else self.builder
         return builder(*args, **options)
 
@@ -52,10 +52,10 @@ _plugins: dict[str, str] = {}
 def register(
     group: str, name: str, schema: type, builder: Callable[..., Any] | str | None = None
 ) -> Callable[[Builder], Builder]:
-    """Register a choice; without `builder`, return a decorator for the function that builds it.
+    """Register the choice `name` of `group`; without `builder`, return a decorator for the function that builds it.
 
     Raises:
-        ValueError: the schema or the builder is not valid, or the name is already registered.
+        ValueError: the schema or the builder is not valid, or another schema has this name.
     """
     field = getattr(schema, "__dataclass_fields__", {}).get("name")
     if field is None or field.default != name:
@@ -100,15 +100,15 @@ def choices(group: str) -> Mapping[str, Choice]:
 
 
 def find(group: str, schema: type) -> Choice | None:
-    """Return the choice whose schema is exactly `schema`, or None."""
+    """Return the choice of `group` whose schema is exactly `schema`; None if there is none."""
     return next((choice for choice in _choices[group].values() if choice.schema is schema), None)
 
 
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
-    """Return what the builder of the choice with the schema of `config` returns for `config` and the other arguments.
+    """Return the object that the builder for the class of `config` makes from `config` and the other arguments.
 
     Raises:
-        PluginError: the builder returns an object of another type than `returns`.
+        PluginError: the object is not of the type `returns`.
     """
     choice = find(group, type(config))
     assert choice is not None, "checked by Config"
@@ -122,7 +122,7 @@ def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any)
 
 
 def load_plugins(modules: Iterable[str] = ()) -> None:
-    """Import the plug-ins of installed packages and the given `modules`.
+    """Import the plug-ins of installed packages, then `modules`, each once per process.
 
     Raises:
         PluginError: a plug-in cannot be imported.
@@ -142,7 +142,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 
 
 def plugin_versions() -> dict[str, str]:
-    """Return the version of each module that has registered choices, or a digest of its files if it has no version."""
+    """Return, by module name, the version of each plug-in, or a digest of its files if it has no version."""
     known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
     modules = {choice.schema.__module__.partition(".")[0] for group in _choices.values() for choice in group.values()}
     return _plugins | {name: _version(sys.modules[name]) for name in sorted(modules - known)}

@@ -1,1 +1,1 @@
-"""The config: typed schemas with their rules, composed by Hydra. Imports no torch."""
+"""The config: dataclasses with a type and rules for each key, filled in by Hydra. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Registers the choices with Hydra, and converts between a composed config, a validated `Config` and builtins."""
+"""Registers the choices with Hydra, and converts between Hydra's config, the dataclass `Config` and nested dicts."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from ddp_trainer.config.schema import Config
 
 
 def config_dir() -> Path:
-    """Return the folder of the YAML files: inside an installed package, or beside it in a checkout."""
+    """Return the folder ``conf`` of the YAML files: in the installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
@@ -27,7 +27,7 @@ def config_dir() -> Path:
 
 
 def register_configs() -> None:
-    """Register the schema of every choice with Hydra, and the root with its default choices."""
+    """Register with Hydra the schema of every choice, the root schema, and the default choice of each group."""
     store, schema = ConfigStore.instance(), OmegaConf.structured(Config)
     for group in registry.GROUPS:
         schema[group] = {} if group == "logger" else MISSING  # the choice fills it in
@@ -41,15 +41,15 @@ def register_configs() -> None:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Return the config that Hydra composed as a validated `Config`. Raises the same errors as `from_builtins`."""
+    """Return a checked `Config` with the values of `composed`; raise the same errors as `from_builtins`."""
     tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return from_builtins(cast(dict[str, Any], tree))
 
 
 def job_dir(output_dir: str, name: str) -> Path:
-    """Return the run directory: a function of the config alone, the same on every rank and after a restart.
+    """Return the run directory, <output_dir>/<name>, which is the same on every rank and after a restart.
 
-    In a sweep it is a subfolder that is named after the overrides of the current job.
+    In a sweep (``--multirun``) it is a subfolder of that folder, named after the overrides of the current job.
     """
     run_dir = Path(output_dir).expanduser() / name
     settings = HydraConfig.get()
@@ -79,10 +79,10 @@ def to_builtins(config: Any) -> dict[str, Any]:
 
 
 def from_builtins(tree: dict[str, Any]) -> Config:
-    """Return the `Config` that `to_builtins` converted to `tree`.
+    """Return a `Config` with the values of `tree`, nested dicts as `to_builtins` returns them.
 
     Raises:
-        ConfigError: a value breaks a rule.
+        ConfigError: a value breaks a rule, or the plug-in of a choice is not installed.
         OmegaConfBaseException: a key is unknown, or a value is of another type.
     """
     config = OmegaConf.structured(Config)
@@ -105,14 +105,14 @@ def config_digest(config: Any) -> str:
 
 
 def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the keys that differ between two configs and change the training, as ``key: old → new``."""
+    """Return ``"key: old → new"`` for each key that changes the training and has another value in `new`."""
     before, after, free = flatten_keys(old), flatten_keys(new), free_keys(old) | free_keys(new)
     changed = [key for key in sorted((before.keys() | after.keys()) - free) if before.get(key) != after.get(key)]
     return [f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}" for key in changed]
 
 
 def free_keys(tree: dict[str, Any]) -> set[str]:
-    """Return the keys of a config (as builtins) that a resumed run may change."""
+    """Return the dotted keys of the config `tree` that a resumed run may change."""
     schemas: dict[str, Any] = {"": Config}
     for group in registry.GROUPS:
         if choice := registry.choices(group).get(tree.get(group, {}).get("name")):

@@ -17,19 +17,19 @@ SplitName = StrEnum("SplitName", ["test", "validation", "train"])
 @dataclass(kw_only=True, slots=True)
 class AugmentConfig:
     random_crop_padding: int = field(default=0, metadata=NOT_NEGATIVE)
-    """Zero pixels added on each side before a random crop back to the original size; 0: no crop."""
+    """Width in pixels of the black border that is added before a random crop to the original size; 0: no crop."""
     random_hflip: bool = False
-    """Mirror half of the images left to right."""
+    """Mirror each image left to right with probability 0.5."""
     random_erasing: float = field(default=0.0, metadata=UP_TO_ONE)
     """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image."""
     rand_augment: int = field(default=0, metadata=rule("0 to 20", lambda value: 0 <= value <= 20))
     """Number of RandAugment operations, the same for all images of a global batch; 0: none."""
     color_jitter: float = field(default=0.0, metadata=UP_TO_ONE)
-    """Largest relative change of brightness, contrast and saturation, the same for all images of a global batch."""
+    """Largest relative change of brightness, contrast and saturation; all images of a global batch change alike."""
     mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Alpha of mixup: the weight is drawn from Beta(alpha, alpha); 0: no mixup."""
+    """Alpha of mixup: the weight of an image in a mix of two is drawn from Beta(alpha, alpha); 0: no mixup."""
     cutmix: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Alpha of CutMix: the share of the area is drawn from Beta(alpha, alpha); 0: no CutMix."""
+    """Alpha of CutMix: the share of its area that an image keeps is drawn from Beta(alpha, alpha); 0: no CutMix."""
 
     def check_images(self, channels: int, height: int, width: int) -> None:
         """Check that this augmentation is possible for images of this shape; ConfigError if not."""
@@ -61,7 +61,7 @@ class DataConfig:
     std: list[float] = field(default_factory=lambda: [0.25])
     """Standard deviation of the training split per channel; pixels are divided by it after the mean is subtracted."""
     validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
-    """Share, in [0, 1), of the training split that is held out and evaluated on in place of the test split; 0: none."""
+    """Share, in [0, 1), of the training split that is not trained on, but evaluated in place of the test split."""
     num_workers: Any = field(  # int | str, which omegaconf 2.3 cannot merge inside of a group
         default="auto",
         metadata=FREE
@@ -69,7 +69,7 @@ class DataConfig:
     )
     """Threads per rank that read images of streamed data sets in advance; auto: one per usable core, 2 to 16."""
     on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
-    """skip: leave out images that cannot be decoded, and list them; only for streamed data sets."""
+    """What to do about an image file that cannot be decoded: error: stop; skip: leave it out, and list it."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
@@ -82,12 +82,12 @@ class DataConfig:
 
     @property
     def description(self) -> dict[str, str | None]:
-        """Name and root of the data set, for files about a run."""
+        """``{"name": …, "root": …}`` of the data set, for result files; root is None if the data set has no folder."""
         return {"name": self.name, "root": getattr(self, "root", None)}
 
     @property
     def eval_split(self) -> str:
-        """The name of the split to evaluate: validation or test."""
+        """The name of the split to evaluate: "validation" if validation_fraction is above 0, else "test"."""
         return "validation" if self.validation_fraction else "test"
 
 
@@ -103,7 +103,7 @@ class DigitsConfig(DataConfig):
 class FashionMnistConfig(DataConfig):
     name: str = "fashion_mnist"
     root: str | None = field(default=None, metadata=FREE)
-    """Folder with the four IDX files (gzipped or not); null: Debian's folder, else ~/.cache, downloaded once."""
+    """Folder with the four IDX files (gzipped or not); null: that of Debian's package, else a download in ~/.cache."""
     mean: list[float] = field(default_factory=lambda: [0.2860])
     std: list[float] = field(default_factory=lambda: [0.3530])
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_hflip=True))
@@ -143,7 +143,7 @@ class ImageFilesConfig(DataConfig):
     """The keys of data sets whose images are files."""
 
     root: str | None = field(default=None, metadata=FREE)
-    """Folder with train/<class> and val/<class> (or test), or with a folder per class and validation_fraction."""
+    """Folder with train/<class> and val/<class> (or test/<class>); <class> is enough with validation_fraction."""
     image_size: int = field(default=224, metadata=POSITIVE)
     """Height and width, in pixels, to which image crops are scaled."""
     cache: Cache = Cache.none
@@ -172,7 +172,7 @@ class TorchvisionDataConfig(ImageFilesConfig):
     download: bool = field(default=False, metadata=FREE)
     """Download what is missing; one process per node downloads at a time."""
     train_split: str | None = None
-    """Value of the class's argument `split` for training; null: the default of that argument."""
+    """Value of the argument `split` of torchvision's class for training; null: the default of that argument."""
     test_split: str | None = None
     """Value of the argument `split` for evaluation; null: the first of test, val and valid that exists."""
     arguments: dict[str, Any] = field(default_factory=dict)

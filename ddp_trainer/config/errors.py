@@ -1,4 +1,4 @@
-"""The errors for invalid input, and the rules of values, which are the metadata of config fields."""
+"""Errors for invalid input, and rules for the values of config fields, which are stored as the fields' metadata."""
 
 import errno
 import math
@@ -13,13 +13,13 @@ FAILURE, USER_ERROR = 1, 2
 """Exit codes: 1 is for failures that may go away; 2 tells a scheduler not to try again."""
 USER_ERRORS = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EROFS, errno.ENOENT,
                errno.EINVAL, errno.ELOOP, errno.EEXIST)  # fmt: skip
-"""Errors whose cause the user can change, such as a wrong path; other errors of a file system may go away."""
+"""Values of errno whose cause the user can change, such as a wrong path; other errors may go away."""
 FREE = {"free": True}
 """Metadata of a field that a resumed run may change, because it does not change the training."""
 
 
 def rule(words: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return metadata of a field whose values must satisfy `holds`, as `words` describe; null is always valid."""
+    """Return metadata for a field whose value must be null or satisfy `holds`; messages name the rule by `words`."""
     return {"must_be": words, "holds": holds}
 
 
@@ -38,12 +38,12 @@ class TransientError(RuntimeError):
 
 
 def path_error(error: OSError, message: str) -> ConfigError | TransientError:
-    """Return the error for the user: a ConfigError if the user can change the cause, else a TransientError."""
+    """Return an error with `message`: ConfigError if the user can change the cause of `error`, else TransientError."""
     return ConfigError(message) if error.errno in USER_ERRORS else TransientError(message)
 
 
 class JobError(Exception):
-    """A job of a sweep failed in its own processes, whose launcher has already reported the error."""
+    """A job of a sweep failed in its own processes; its launcher has already printed the error."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -53,7 +53,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_values(section: Any, prefix: str = "") -> None:
-    """Check the rules of all fields of a config object and of those inside it; ConfigError if a value breaks one."""
+    """Check all fields of a config object, and of objects inside it; ConfigError if a value breaks its rule."""
     for field in fields(section):
         value, key, holds = getattr(section, field.name), f"{prefix}{field.name}", field.metadata.get("holds")
         require(
@@ -76,13 +76,13 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def require_run_dir(run_dir: Path) -> None:
-    """Check that `run_dir` is, or was, the directory of a run; ConfigError if not."""
+    """Check that `run_dir` has config.yaml or checkpoints/, as the directory of a run has; ConfigError if not."""
     is_run_dir = os.path.isfile(run_dir / "config.yaml") or os.path.isdir(run_dir / "checkpoints")
     require(is_run_dir, f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/")
 
 
 def flatten_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"optimizer.lr": 0.1, …}`` from nested dicts."""
+    """Return nested dicts as one dict with dotted keys, for example ``{"optimizer.lr": 0.1}``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

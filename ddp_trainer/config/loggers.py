@@ -36,7 +36,7 @@ class WandbConfig(LoggerConfig):
     project: str = "ddp_trainer"
     """The project that the run belongs to."""
     entity: str | None = None
-    """User or team that the project belongs to; null: your default."""
+    """User or team that the project belongs to; null: the default of your account."""
     mode: WandbMode = WandbMode.auto
     """online: send to the server; offline: write files for `wandb sync`; auto: as WANDB_MODE says, else online."""
     group: str | None = None

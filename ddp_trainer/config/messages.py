@@ -31,7 +31,7 @@ HELP = "--help lists the keys"
 
 
 def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None:
-    """Raise ConfigError for overrides that Hydra would accept by mistake, or reject in its own words."""
+    """Check command-line overrides; ConfigError for one that Hydra would accept by mistake or report unclearly."""
     known = known_keys()
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key, text = override.key_or_group, override.input_line or override.key_or_group
@@ -63,7 +63,7 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """Return a message of one line for `error`, which quotes from the command-line `arguments`."""
+    """Return a one-line message for `error`, which quotes the wrong one of the command-line `arguments`."""
     cause = error.__cause__ or error.__context__
     match error:
         case ConfigError() | TransientError() | registry.PluginError():
@@ -97,7 +97,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _quote(key: str | None, arguments: Sequence[str]) -> str:
-    """Return the argument that sets `key` as the user wrote it, or just `key` if a file sets it."""
+    """Return the one of `arguments` that sets `key`, as the user wrote it, or `key` itself if a file sets it."""
     for argument in reversed(arguments):
         set_key = argument.partition("=")[0].lstrip("+~")
         if key and (set_key == key or set_key.startswith(f"{key}.")):
@@ -106,7 +106,7 @@ def _quote(key: str | None, arguments: Sequence[str]) -> str:
 
 
 def choose(group: str) -> str:
-    """Return the last part of a message about `group`: the valid choices."""
+    """Return the end of a message about a wrong choice of `group`, which says what is valid."""
     if group == "experiment":
         return "name a file of conf/experiment, or leave experiment out"
     return f"choose from {', '.join(sorted(registry.choices(group)))}"
@@ -123,7 +123,7 @@ def _unknown_choice(error: MissingConfigException) -> str:
 
 
 def known_keys() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return (type, metadata), by dotted name, of every key that exists for any choice of the groups."""
+    """Return type and metadata of every config key by its dotted name, for all choices of all groups."""
     keys: dict[str, tuple[Any, Mapping[str, Any]]] = {}
 
     def add(schema: Any, prefix: str) -> None:
@@ -162,7 +162,7 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
 
 
 def _listed(items: Sequence[str]) -> str:
-    """Return ``"a, b or c"``."""
+    """Return `items` as one text, ``"a, b or c"``."""
     return " or ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
@@ -193,7 +193,7 @@ WORDS = {
 
 
 def in_words(hint: Any) -> str:
-    """Return the words for a value of the type `hint`, for example "a whole number"."""
+    """Return words that describe values of the type `hint`, for example "a whole number"."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.name for choice in hint)}"
     if get_origin(hint) in (types.UnionType, Union):

@@ -12,7 +12,7 @@ from ddp_trainer.registry import register_optimizer
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     skips_nonfinite: ClassVar[bool] = False
-    """Whether ``step`` skips an update if ``found_inf`` is set, as torch's fused optimizers do."""
+    """Whether ``step()`` changes nothing if the optimizer's ``found_inf`` is 1, as with torch's fused optimizers."""
 
     name: str = MISSING
     lr: float = field(default=0.1, metadata=POSITIVE)
@@ -48,7 +48,7 @@ class AdamConfig(OptimizerConfig):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates, in [0, 1), of the running means of the gradient and of its square."""
     eps: float = field(default=1e-8, metadata=POSITIVE)
-    """Added to the denominator."""
+    """Number added to the denominator of the update, so that it is never 0."""
 
     def __post_init__(self) -> None:
         require(
@@ -77,7 +77,7 @@ class AdamWConfig(AdamConfig):
 class LARSConfig(MomentumConfig):
     name: str = "lars"
     lr: float = field(default=5.0, metadata=POSITIVE)
-    """Peak learning rate for the global batch as given; each layer multiplies it by its trust ratio."""
+    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size only if scale_lr."""
     weight_decay: float = field(default=5e-5, metadata=NOT_NEGATIVE)
     """Weight decay, an L2 term added to the gradient; biases and normalization layers have none."""
     trust_coefficient: float = field(default=0.001, metadata=POSITIVE)
@@ -88,7 +88,7 @@ class LARSConfig(MomentumConfig):
 class LAMBConfig(AdamConfig):
     name: str = "lamb"
     lr: float = field(default=1e-2, metadata=POSITIVE)
-    """Peak learning rate for the global batch as given; each layer multiplies it by its trust ratio."""
+    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size only if scale_lr."""
     weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
     """Decoupled weight decay, multiplied by lr; biases and normalization layers have none."""
     eps: float = field(default=1e-6, metadata=POSITIVE)

@@ -26,7 +26,7 @@ class StepConfig(SchedulerConfig):
     every_epochs: int = field(default=30, metadata=POSITIVE)
     """Epochs between two drops of the learning rate."""
     gamma: float = field(default=0.1, metadata=rule("greater than 0 and at most 1", lambda value: 0 < value <= 1))
-    """Factor of the learning rate at each drop, in (0, 1]."""
+    """Factor, in (0, 1], by which the learning rate is multiplied at each drop."""
 
 
 @dataclass(kw_only=True, slots=True)

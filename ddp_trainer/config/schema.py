@@ -28,11 +28,11 @@ OnCorruption = StrEnum("OnCorruption", ["stop", "exclude"])
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every_steps: int | None = field(default=None, metadata=POSITIVE)
-    """Save every so many optimizer steps, and at the end of each epoch; null: only at the end of each epoch."""
+    """Optimizer steps between two saves, in addition to a save at each epoch's end; null: only at each epoch's end."""
     every_seconds: float | None = field(default=None, metadata=POSITIVE)
-    """Save when so many seconds have passed since the last save, by the clock of rank 0; null: never."""
+    """Seconds after the last save, by the clock of rank 0, at which the next save is due; null: no save by time."""
     keep_last: int = field(default=3, metadata=POSITIVE)
-    """Number of step checkpoints that are kept on disk."""
+    """Number of the newest checkpoints that are kept on disk; older ones are deleted."""
     keep_best: bool = True
     """Keep the checkpoint of the highest eval/top1 as best.pt."""
 
@@ -48,7 +48,7 @@ class EmaConfig:
 @dataclass(kw_only=True, slots=True)
 class CheckConfig:
     every_steps: int | None = field(default=None, metadata=POSITIVE)
-    """Every so many steps, compute each rank's gradient again on another rank and compare the two; null: never."""
+    """Steps between two checks, which compute each rank's gradient again on another rank and compare; null: never."""
     on_corruption: OnCorruption = OnCorruption.stop
     """stop: end the job; exclude: end it, and let launch/slurm.sbatch requeue it without the faulty node."""
     fitness: bool = False
@@ -57,7 +57,7 @@ class CheckConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Config:
-    """One training run. Batch sizes are global: the share of a rank is derived from them."""
+    """The config of one training run. Batch sizes count the samples of all ranks together."""
 
     model: ModelConfig = field(default_factory=ResNet18Config)
     data: DataConfig = field(default_factory=DigitsConfig)
@@ -78,7 +78,7 @@ class Config:
     seed: int = field(default=0, metadata=rule("0 to 2^63 - 1", lambda value: 0 <= value < 2**63))
     """Seed of the initial weights, the sample order and the augmentation; 0 to 2^63 - 1."""
     epochs: int = field(default=10, metadata=POSITIVE | FREE)
-    """Passes over the training split; the last incomplete global batch of each is dropped."""
+    """Passes over the training split; the last, incomplete global batch of each pass is dropped."""
     max_steps: int | None = field(default=None, metadata=POSITIVE | FREE)
     """Evaluate, save and stop after this many optimizer steps, counted over all launches; null: train all epochs."""
     global_batch_size: int = field(default=256, metadata=POSITIVE)
@@ -92,7 +92,7 @@ class Config:
     channels_last: bool | str = field(
         default="auto", metadata=FREE | rule("auto, true or false", lambda value: value in ("auto", True, False))
     )
-    """Memory layout NHWC; auto: true."""
+    """Keep images and weights in the memory layout NHWC; auto: true."""
     compile: bool = field(default=False, metadata=FREE)
     """Compile the model with torch.compile: the start is slower, each step is faster."""
     deterministic: bool = field(default=False, metadata=FREE)
@@ -113,11 +113,11 @@ class Config:
     label_smoothing: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the target that is spread evenly over all classes."""
     max_grad_norm: float | None = field(default=None, metadata=POSITIVE)
-    """Largest norm of the gradients, to which larger gradients are scaled down; null: no limit."""
+    """Gradients whose 2-norm is larger than this are scaled down to it; null: no limit."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = field(default=20, metadata=POSITIVE | FREE)
-    """Optimizer steps between two log points. The host waits for the device only there and once a second."""
+    """Optimizer steps between two log entries. The CPU waits for the GPU only for these and once a second."""
     report: bool = field(default=False, metadata=FREE)
     """Write report.html at the end of a launch, with the scores of the last evaluation."""
     resume: Resume = field(default=Resume.auto, metadata=FREE)
@@ -147,7 +147,7 @@ class Config:
 
     @property
     def process_group(self) -> dict[str, Any]:
-        """The keyword arguments of `process_group`."""
+        """The keyword arguments of the function ``process_group``: device, backend, threads and timeout."""
         return {key: getattr(self, key) for key in ("device", "backend", "num_threads", "timeout_seconds")}
 
     def _check_together(self) -> None:

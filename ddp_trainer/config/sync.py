@@ -24,15 +24,15 @@ class SyncConfig:
     single_process: ClassVar[bool] = False
     """Whether the strategy runs in one process only."""
     point_to_point: ClassVar[bool] = False
-    """Whether a rank sends tensors to another single rank, which gloo cannot do for tensors on a GPU."""
+    """Whether ranks send tensors to single other ranks, which gloo cannot do for tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
-    """Whether every rank sees all gradients before the optimizer steps, which loss scaling needs."""
+    """Whether every rank has all gradients before the optimizer's step; the loss scaling of fp16 needs them."""
     supports_ema: ClassVar[bool] = True
     """Whether parameters are equal on all ranks after each step."""
     supports_bf16: ClassVar[bool] = True
     supports_compile: ClassVar[bool] = True
     supports_check: ClassVar[bool] = True
-    """Whether the model's gradients are those of the rank's whole share of a batch, as check.every_steps needs."""
+    """Whether a rank has one replica, so that check.every_steps can compute its gradient again on another rank."""
 
     name: str = MISSING
 
@@ -64,14 +64,14 @@ class DDPConfig(SyncConfig):
     powersgd_rank: int = field(default=2, metadata=POSITIVE)
     """Rank of powersgd's factors; a higher one is closer to the gradient."""
     powersgd_warmup_steps: int = field(default=100, metadata=rule("at least 2", lambda value: value >= 2))
-    """Backward passes without compression at the start of each launch, including the two of `prime_ddp`."""
+    """Gradient averages without compression at the start of each launch; two of them come before the first step."""
 
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
 
-        auto depends on the model alone, because buckets decide the order of sums, which must not change if a run is to
-        resume bitwise equal. powersgd has one bucket, because each bucket sends three messages, two of them from
-        callbacks that gloo runs when a message arrives: ranks could send the messages of two buckets in another order.
+        For auto it depends on the model alone, because buckets decide the order of sums, which must not change if a run
+        is to resume bitwise equal. powersgd has one bucket, because each bucket sends three messages, two of them from
+        callbacks that gloo runs when a message arrives: ranks could send the messages of two buckets in other orders.
         """
         if self.comm_hook is CommHook.powersgd:
             return int(gradient_bytes / 2**20) + 1
@@ -84,7 +84,7 @@ class DDPConfig(SyncConfig):
 class AllReduceConfig(SyncConfig):
     name: str = "allreduce"
     bucket: Bucket = Bucket.flat
-    """flat: all gradients in one message; parameter: one at a time."""
+    """flat: all gradients in one message; parameter: one message for each parameter's gradient."""
 
 
 @dataclass(kw_only=True, slots=True)

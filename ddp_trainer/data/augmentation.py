@@ -14,7 +14,7 @@ from ddp_trainer.distributed.seeding import derive_seed, generator
 
 @dataclass(slots=True)
 class AugmentationParams:
-    """The augmentation of the image at each position of an epoch; None: no augmentation of that kind."""
+    """Random parameters of augmentations, one row for each position in an epoch's order; None: not configured."""
 
     offsets: Tensor | None = None
     """int64 [N, 2]: row and column where the crop of the padded image begins."""
@@ -26,7 +26,7 @@ class AugmentationParams:
     """float32 [N, 4] in [0, 1), on the CPU: random numbers that choose the crop of an image file when it is read."""
 
     def to(self, device: torch.device) -> Self:
-        """Return these parameters on `device`."""
+        """Return these parameters on `device`, except `crops`, which stay on the CPU."""
         parts = (None if t is None else t.to(device) for t in (self.offsets, self.flips, self.boxes))
         return type(self)(*parts, crops=self.crops)
 
@@ -36,7 +36,7 @@ class AugmentationParams:
 
 
 class Augmentation:
-    """Random crop, horizontal flip and erasing for images of `height` × `width` pixels."""
+    """Random crop, flip, RandAugment, color jitter and erasing for batches of `height` × `width` pixels."""
 
     def __init__(self, config: AugmentConfig, *, height: int, width: int, seed: int) -> None:
         self.config, self.height, self.width, self.seed = config, height, width, seed
@@ -49,7 +49,7 @@ class Augmentation:
             self.transforms += [v2.ColorJitter(amount, amount, amount)] if amount else []
 
     def draw(self, count: int, *, epoch: int) -> AugmentationParams:
-        """Return parameters for all `count` positions of an epoch, which depend on (seed, epoch, position) alone."""
+        """Return random parameters for the `count` positions of an epoch; they depend on (seed, epoch, count) alone."""
         params, config, seeded = AugmentationParams(), self.config, partial(generator, self.seed, epoch=epoch)
         if pad := config.random_crop_padding:
             params.offsets = torch.randint(2 * pad + 1, (count, 2), generator=seeded(purpose="crop"))
@@ -62,7 +62,7 @@ class Augmentation:
         return params
 
     def _boxes(self, u: Tensor) -> Tensor:
-        """Return rectangles of 2 to 33 % of the area and aspect 0.3 to 3.3 for `u`, [5, N] in [0, 1).
+        """Return rectangles, int64 [N, 4], of 2 to 33 % of the area and aspect 0.3 to 3.3. u: random [5, N] in [0, 1).
 
         Source: Zhong et al., Random Erasing Data Augmentation, 2017 (arXiv 1708.04896).
         """
@@ -102,7 +102,7 @@ class Augmentation:
         return images
 
     def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:
-        """Return images, float [B, C, H, W], whose rectangles are set to zero, the mean of normalized images."""
+        """Return images, float [B, C, H, W], with zeros, the mean of normalized images, in the rectangles ``boxes``."""
         if params.boxes is None:
             return images
         top, left, bottom, right = params.boxes[:, :, None, None].unbind(1)

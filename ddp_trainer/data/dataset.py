@@ -47,7 +47,7 @@ class Datasets:
 
     @cached_property
     def image_shape(self) -> Shape:
-        """The shape of the first training image."""
+        """Channels, height and width of the first training image."""
         return shape_of(self.train)
 
     @cached_property
@@ -76,7 +76,7 @@ class Datasets:
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """Return the data set that `config` chooses; if it asks for a validation split, that replaces the test split.
+    """Return the data set that `config` chooses; a validation split, if `config` asks for it, replaces the test split.
 
     Raises:
         ConfigError: a file is missing or damaged, or the images do not fit the config.
@@ -104,7 +104,7 @@ def build_datasets(config: DataConfig) -> Datasets:
 
 
 def check_tensors(split: ImageTensors, name: str, *, num_classes: int) -> None:
-    """Check types, shapes and labels; ValueError if one is not valid."""
+    """Check dtype and shape of images and labels, and that labels are below `num_classes`; ValueError if not."""
     images, labels = split.images, split.labels
     if images.dtype != torch.uint8 or images.ndim != 4:
         raise ValueError(f"{name} images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}")
@@ -170,7 +170,7 @@ def sample_name(split: Split, index: int) -> str:
 
 
 def in_whole(split: Any, index: int) -> tuple[Any, int]:
-    """Return the whole data set of a `Subset` and the sample's index in it; for others, `split` and `index`."""
+    """Return the data set behind a `Subset` and the sample's index in it; for any other split, `split` and `index`."""
     return (split.dataset, split.indices[index]) if type(split) is Subset else (split, index)
 
 
@@ -194,7 +194,7 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 
 
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `datasets` with a random part of the training split, the same for every seed, as the evaluation split.
+    """Return `Datasets` whose evaluation split is a random part of the training split, the same part for every seed.
 
     For image files, the part has the same share of each class, to within one image, and never a whole class.
     """

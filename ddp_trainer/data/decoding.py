@@ -21,7 +21,7 @@ except (ImportError, OSError, RuntimeError):  # torchcodec comes with the extra 
     decode_image = None
 
 TORCHCODEC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"RIFF")
-"""The first bytes of JPEG, PNG, GIF and WebP files, which torchcodec decodes, and AVIF; Pillow decodes all others."""
+"""First bytes of JPEG, PNG, GIF and WebP files. torchcodec decodes these and AVIF; Pillow decodes all others."""
 MAX_PIXELS = 100_000_000
 """Largest image that is decoded, because several threads with larger images could use up the host's memory."""
 ASPECT = math.log(4 / 3)
@@ -52,7 +52,7 @@ class BadImageError(Exception):
 
 
 def decode(data: Array) -> Tensor:
-    """Return the image of a file, or its first frame, as RGB, uint8 [3, H, W], rotated as its EXIF data say.
+    """Return the image, or the first frame, of a file as RGB, uint8 [3, H, W], rotated as its EXIF data say.
 
     data: the content of the file, uint8 [bytes].
 
@@ -81,7 +81,7 @@ def decode(data: Array) -> Tensor:
 
 
 def jpeg_size(data: Array) -> tuple[int, int] | None:
-    """Return width and height from the header of a JPEG, or None if that fails; Pillow would take 50 µs for it.
+    """Return width and height from a JPEG's header, or None if `data` has no such header; Pillow would take 50 µs.
 
     Source: ITU-T T.81, B.1.1 and B.2.2: a segment is 0xFF, its kind and its length; the frame segment has the size.
     """
@@ -95,7 +95,7 @@ def jpeg_size(data: Array) -> tuple[int, int] | None:
 
 
 def pillow_decode(data: Array) -> Tensor:
-    """Return the image that Pillow decodes: uint8 [3, H, W]."""
+    """Decode the content of an image file with Pillow, and return the image as RGB, uint8 [3, H, W]."""
     with Image.open(io.BytesIO(data.data)) as opened:
         turned: Any = ImageOps.exif_transpose(opened)
         if turned.mode.startswith("I"):  # 16-bit values, of which convert would keep the low bits
@@ -104,7 +104,7 @@ def pillow_decode(data: Array) -> Tensor:
 
 
 def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:
-    """Return a part with a share of `min_area` to 1 of the area and an aspect of 3:4 to 4:3, if it fits the image.
+    """Return the part that four `draws` in [0, 1) choose: `min_area` to 1 of the area, aspect 3:4 to 4:3 if that fits.
 
     Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842): training.
     """
@@ -123,7 +123,7 @@ def center_box(height: int, width: int) -> Box:
 
 
 def crop(image: Tensor, draws: Sequence[float] | None, *, min_area: float, side: int) -> Tensor:
-    """Return the `random_box` of an image, its `center_box` without `draws`: uint8 [C, H, W] -> [C, side, side]."""
+    """Return a random part of an image, the center if `draws` is None, scaled: uint8 [C, H, W] -> [C, side, side]."""
     height, width = image.shape[1:]
     box = center_box(height, width) if draws is None else random_box(height, width, draws, min_area)
     return resize(image, box, (side, side))

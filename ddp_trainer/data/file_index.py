@@ -20,11 +20,11 @@ from ddp_trainer.distributed.files import lock_file, replace_file
 EXTENSIONS = (b".avif", b".bmp", b".gif", b".jpeg", b".jpg", b".png", b".ppm", b".tif", b".tiff", b".webp")
 IMAGE_FILES = f"files that end in {b', '.join(EXTENSIONS).decode()}"
 SCAN_THREADS = 8
-"""The number does not depend on the cores, because these threads wait for the file system."""
+"""Number of threads that scan folders; it does not depend on the cores, because they wait for the file system."""
 LOCK_SECONDS = 3600.0
 """How long a rank waits for another rank that scans."""
 MIN_AGE_SECONDS = 3.0
-"""An index is not saved if a folder changed less than this before, because the clocks of file systems are coarse."""
+"""An index is saved only if no folder has changed for this long, because file systems round the times of changes."""
 NUM_CHECKED_FILES = 1000
 """Number of files that are compared with a saved index, because overwriting a file does not change its folder."""
 
@@ -66,14 +66,14 @@ class FileIndex:
         return os.path.join(os.fsencode(self.root), self.names[start : self.ends[index]])
 
     def digest(self, *, with_times: bool = False) -> str:
-        """Return a digest of names and sizes, which is the same for copies on other nodes, unless `with_times`."""
+        """Return a digest of names and sizes, equal for copies on other nodes, and of the times if `with_times`."""
         digest = hashlib.sha256("\0".join(self.class_names).encode(errors="surrogateescape"))
         for part in (self.counts, self.names, self.ends, self.sizes, *([self.times] if with_times else [])):
             digest.update(part if isinstance(part, bytes) else part.data)
         return digest.hexdigest()
 
     def is_current(self) -> bool:
-        """Return whether no folder, and none of `NUM_CHECKED_FILES` files, was changed since the scan."""
+        """Return whether all folders, and a sample of `NUM_CHECKED_FILES` files, are unchanged since the scan."""
         chosen = np.unique(np.linspace(0, len(self) - 1, min(NUM_CHECKED_FILES, len(self))).astype(np.int64)).tolist()
         paths = [*(os.path.join(os.fsencode(self.root), name) for name in self.folders), *map(self.path, chosen)]
         try:
@@ -109,7 +109,7 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
 def scan(root: Path, path: Path) -> FileIndex:
     """Scan `root` and return its index, with `saved_in=path`.
 
-    Raises ConfigError, or TransientError if the user cannot change it, for a folder that cannot be read.
+    If a folder cannot be read, raises ConfigError, or TransientError where the user cannot change the cause.
     """
     folders: dict[bytes, int] = {}
     try:
@@ -129,9 +129,9 @@ def scan(root: Path, path: Path) -> FileIndex:
 
 
 def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[str], cache_dir: Path) -> FileIndex:
-    """Return the index of files that a data set lists, sorted by class.
+    """Return the index of the files `paths`, whose class numbers are `labels`, sorted by class and name.
 
-    Raises ConfigError, or TransientError if the user cannot change it, for a file that cannot be read.
+    If a file cannot be read, raises ConfigError, or TransientError where the user cannot change the cause.
     """
     names = list(map(os.fsencode, paths))
     root = os.path.commonpath(map(os.path.dirname, names))
@@ -148,7 +148,7 @@ def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[
 def build_index(
     root: Path, saved_in: Path, class_names: list[str], parts: Sequence[list[File]], folders: dict[bytes, int]
 ) -> FileIndex:
-    """Return the index of the files of each class, and of the folders that were read, with their times."""
+    """Return the index of `parts`, the files of each class, and `folders`, the time in ns of each folder."""
     files = [file for part in parts for file in part]
     numbers = np.array([(len(name), size, changed) for name, size, changed in files], dtype=np.int64).reshape(-1, 3)
     return FileIndex(
@@ -186,7 +186,7 @@ def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tup
 
 
 def save_index(index: FileIndex) -> FileIndex:
-    """Return `index` after writing it to its file, unless a folder was changed just now; a full disk is ignored."""
+    """Write `index` to its file, unless a folder has just changed, and return it; a failed write is ignored."""
     if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
         texts = {"names": index.names, "folders": b"\0".join(index.folders)}
         texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))

@@ -48,7 +48,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return 3, self.image_size, self.image_size
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return the part of an image that four `draws` in [0, 1) choose, or its center without draws, and its label.
+        """Return a part of an image, which four `draws` in [0, 1) choose (None: its center), and the image's label.
 
         Raises:
             BadImageError: the file cannot be read or decoded. OSError, RuntimeError: the error may go away.
@@ -79,7 +79,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return f"{self.files.digest()} {self.image_size}"
 
     def open_cache(self, cache_dir: Path) -> None:
-        """Use a cache in `cache_dir`, which is built first if it does not exist; ConfigError if that fails."""
+        """Read images from a cache in `cache_dir` from now on; build it if there is none; ConfigError if that fails."""
         side = round(self.image_size / CENTER)
         name = f"{self.files.digest(with_times=True)[:16]}-{side}-{decoder_name()}.cache"
         self.cache = open_cache(
@@ -88,7 +88,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         )  # fmt: skip
 
     def shrunk(self, index: int, side: int) -> Tensor:
-        """Return an image for the cache. The cache records errors of decoding; other errors end its build."""
+        """Return an image scaled down for the cache. The cache records a BadImageError; other errors end the build."""
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:

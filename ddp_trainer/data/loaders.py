@@ -87,9 +87,9 @@ class TrainLoader:
             yield Batch(images, labels, on_device[sampler.positions(step)])
 
     def positions(self, steps: range) -> list[slice] | Tensor:
-        """Return the positions of this rank's share of each step.
+        """Return, for each of `steps`, the positions in the epoch's order of the samples that this rank reads.
 
-        With mixing on several ranks, each row also has the images to mix them with: int64 [steps, 2 · B].
+        With mixing on several ranks: int64 [steps, 2 · B], B positions, then those of the images to mix with.
         """
         sampler = self.sampler
         if self.mixing is None or sampler.num_replicas == 1:
@@ -106,7 +106,7 @@ class TrainLoader:
         return augmentation.erase(self.normalize(changed), params)
 
     def mix(self, mixing: Mixing, images: Tensor, labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
-        """Mix each image with the next image of the global batch; on one rank, that is the next image of this batch."""
+        """Return images and labels mixed with the next in the global batch; on one rank, the next in this batch."""
         if self.sampler.num_replicas == 1:
             images, labels = (torch.cat([part, part.roll(-1, 0)]) for part in (images, labels))
         return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))

@@ -20,7 +20,7 @@ class Mix(NamedTuple):
 
 
 class Mixing:
-    """Draws one mix for each global batch, a function of (seed, epoch, step) alone.
+    """Mixes pairs of images in a way that is drawn once per global batch, from (seed, epoch, step) alone.
 
     Source: Zhang et al., mixup, 2017 (arXiv 1710.09412); Yun et al., CutMix, 2019 (arXiv 1905.04899).
     """
@@ -30,7 +30,7 @@ class Mixing:
         self.num_classes, self.seed = num_classes, seed
 
     def draw(self, *, epoch: int, step: int) -> Mix:
-        """Return the mix of a global batch; if both kinds are configured, each is drawn half of the time."""
+        """Return how to mix a global batch; if mixup and CutMix are both configured, each is drawn half of the time."""
         chance = np.random.default_rng(derive_seed(self.seed, epoch=epoch, step=step, purpose="mix"))
         is_cutmix = self.config.mixup == 0 or (self.config.cutmix > 0 and chance.random() < 0.5)
         alpha = self.config.cutmix if is_cutmix else self.config.mixup
@@ -61,5 +61,5 @@ class Mixing:
 
 
 def build_mixing(config: AugmentConfig, **options: int) -> Mixing | None:
-    """Return the mixing that `config` asks for, with the arguments of `Mixing`; None without mixup and CutMix."""
+    """Return the `Mixing` of `config` with `options`, its other arguments; None if there is no mixup and no CutMix."""
     return Mixing(config, **options) if config.mixup > 0 or config.cutmix > 0 else None

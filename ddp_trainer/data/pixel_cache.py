@@ -145,7 +145,7 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
 
 
 def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: int) -> Iterator[Decoded]:
-    """Yield images in the order of `indices`, decoded by threads; a BadImageError in place of a bad image."""
+    """Yield images, decoded by threads, in the order of `indices`; in place of a bad image, yield its BadImageError."""
 
     def decode(index: int) -> Decoded:
         try:
@@ -197,7 +197,7 @@ def keep_whole_images(building: Path) -> int:
 
 
 def read_records(folder: Path) -> Array:
-    """Return the records in `folder`, without a last one that was cut off."""
+    """Return the image records in `folder`; an incomplete last record is ignored."""
     data = (folder / RECORDS).read_bytes()
     return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
 

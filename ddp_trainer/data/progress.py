@@ -12,7 +12,7 @@ SECONDS_PER_LINE = 30.0
 
 @contextmanager
 def show_progress(task: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that adds to the number of items that are done; a closed terminal is ignored."""
+    """Show the progress of `task`; yield a function that takes the number of newly finished items."""
     console = get_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -83,7 +83,7 @@ class SampleReader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> PendingBatch:
-        """Start reading a batch: threads write each sample to its row."""
+        """Start to read a batch, and return it before threads have written all samples to its rows."""
         with torch.inference_mode(False):  # because threads outside of it write to the tensors
             shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
@@ -108,7 +108,7 @@ class SampleReader:
         return images, labels, [pool.submit(fill, places[start : start + part]) for start in places[::part]]
 
     def sample(self, index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
-        """Return a sample after checking its shape and its label."""
+        """Return a sample after checking its shape and its label; ValueError if one is wrong."""
         image, label = read_sample(self.dataset, index, draws)
         if image.shape != self.image_shape:
             name, shape, first = sample_name(self.dataset, index), list(image.shape), list(self.image_shape)

@@ -11,10 +11,10 @@ from ddp_trainer.distributed.seeding import generator
 
 
 class GlobalBatchSampler(DistributedSampler[int]):
-    """Split the global batches of an epoch over ranks.
+    """Gives each rank its share of every global batch of an epoch.
 
     Global batch k of an epoch is ``order[k*G:(k+1)*G]``, where ``order`` depends on (seed, epoch) alone. Rank r of W
-    takes every W-th of its positions from r on; if G is not divisible by W, shares differ by one sample. The last
+    takes every W-th position in the batch from r on; if G is not divisible by W, shares differ by one sample. The last
     incomplete global batch of an epoch is dropped. Iterating starts at global batch `step`.
 
     A ``DataLoader`` with this sampler needs ``batch_size=sampler.local_batch_size``.
@@ -37,7 +37,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         return len(range(self.rank, self.global_batch_size, self.num_replicas))
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
-        """Choose the epoch, and the global batch within it to start from."""
+        """Set the epoch, and the global batch of the epoch, `step`, from which iterating starts."""
         super().set_epoch(epoch)
         self.step = step
 

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's weights, which is evaluated in their place, and saved with them."""
+"""The exponential moving average of a model's weights: evaluated in place of the weights, and saved with them."""
 
 import copy
 

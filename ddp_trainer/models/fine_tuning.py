@@ -52,7 +52,7 @@ def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file by name; ConfigError if it has none."""
+    """Return the tensors in a file by name; ConfigError if the file cannot be read or has no tensors."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file  # an extra
@@ -74,7 +74,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """Return `state` without the prefixes of wrappers that all of its names have and the names in `own` do not."""
+    """Return `state` without prefixes that a wrapper added to all names. own: the names without a wrapper."""
     state = dict(state)
     while not state.keys() & set(own):
         prefix = next((prefix for prefix in PREFIXES if all(name.startswith(prefix) for name in state)), None)
@@ -85,7 +85,7 @@ def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, 
 
 
 def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
-    """Exclude the parameters whose names begin with one of `prefixes` from training; ConfigError if one has none."""
+    """Exclude parameters whose names begin with one of `prefixes` from training; ConfigError if one matches none."""
     head = head_names(model, num_classes)
     for prefix in prefixes:
         names = [
@@ -100,7 +100,7 @@ def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
 
 
 def head_names(model: nn.Module, num_classes: int) -> set[str]:
-    """Return the names of the parameters of the last layer that has as many outputs as there are classes."""
+    """Return the parameter names of the last layer with `num_classes` outputs; empty if there is no such layer."""
     for name, module in reversed(list(model.named_modules())):
         own = dict(module.named_parameters(recurse=False))
         if own and all(parameter.shape[0] == num_classes for parameter in own.values()):

@@ -10,7 +10,7 @@ SMALL = 64
 
 
 def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int) -> ResNet:
-    """Return ResNet-18; the small stem keeps the resolution that images under 64 pixels need.
+    """Return ResNet-18; its small stem, for images under 64 pixels, does not reduce the resolution.
 
     Source: He et al., Deep Residual Learning for Image Recognition, 2015 (arXiv 1512.03385); the small stem is
     that of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".

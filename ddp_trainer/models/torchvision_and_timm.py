@@ -77,7 +77,7 @@ def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[i
 
 
 def replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution of `model` by one with `channels` input channels."""
+    """Replace the first convolution of `model` by a randomly initialized one with `channels` input channels."""
     name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     convolution: Any = nn.Conv2d  # its annotations do not admit the values of its attributes
     new = convolution(channels, old.out_channels, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)

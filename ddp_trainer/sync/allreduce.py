@@ -12,7 +12,7 @@ from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class AllReduceSync(GradientSync):
-    """Average gradients by collective calls of the process group."""
+    """Averages gradients over ranks by all-reduce calls after backward."""
 
     def before_step(self) -> None:
         if self.world.world_size == 1:

@@ -36,18 +36,18 @@ class GradientSync:
         return model
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the model, without the parameters that the last backward did not reach."""
+        """Return the gradients of all parameters that have one; backward may not have reached some parameters."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def begin(self) -> None:
         """Prepare for the first step of a launch; the model has its initial or restored parameters now."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward keeps gradients on this rank: in all accumulation steps but the last."""
+        """Return a context in which backward sends no gradients, for all accumulation steps but the last."""
         return nullcontext()
 
     def before_step(self) -> None:
-        """Set every ``.grad`` to the mean over ranks. Collective: every rank must call this."""
+        """After backward, set every ``.grad`` to the mean over ranks. Collective: every rank must call this."""
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
         """Return the 2-norm [] of all gradients of `model`, the same on every rank."""

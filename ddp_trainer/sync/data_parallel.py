@@ -19,7 +19,7 @@ class DataParallelSync(GradientSync):
     """Uses ``nn.DataParallel``, which accumulates the gradients in the original model."""
 
     def __init__(self, config: DataParallelConfig, world: World) -> None:
-        """Raises ConfigError on a CPU."""
+        """Raises ConfigError if the run trains on a CPU."""
         super().__init__(config, world)
         require(
             world.device.type == "cuda",

@@ -28,7 +28,7 @@ _SYNC_BUFFERS = next(
 
 
 class DDPSync(GradientSync):
-    """Let DDP average the gradients during backward.
+    """Lets DDP average the gradients during backward.
 
     BatchNorm statistics stay local here; `averaged_statistics` averages them where a model is evaluated or saved.
     """

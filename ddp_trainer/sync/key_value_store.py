@@ -15,7 +15,7 @@ from ddp_trainer.sync.base import exchange
 
 
 class KeyValueStore:
-    """Tensors by key, each owned by one of the first `num_servers` ranks. All methods are collective."""
+    """Tensors by key, each owned by one of the first `num_servers` ranks. All methods but `owned` are collective."""
 
     def __init__(self, world: World, *, num_servers: int) -> None:
         self.world, self.num_servers = world, num_servers
@@ -23,7 +23,7 @@ class KeyValueStore:
         self.owner: dict[str, int] = {}
 
     def init(self, values: dict[str, Tensor]) -> None:
-        """Give each key, the largest first, to the owner with the fewest elements, and broadcast rank 0's `values`."""
+        """Choose each key's owner so that owners have similar numbers of elements, and broadcast `values` of rank 0."""
         load = [0] * self.num_servers
         for key, value in sorted(values.items(), key=lambda item: (-item[1].numel(), item[0])):
             self.owner[key] = load.index(min(load))
@@ -55,7 +55,7 @@ class KeyValueStore:
         return sums
 
     def pull(self, values: dict[str, Tensor]) -> None:
-        """Replace `values` by the values of their owners."""
+        """Replace `values`, in place, by the values that the owners of the keys have."""
         operations, received = [], {}
         for key, value in values.items():
             if self.owned(key):

@@ -15,7 +15,7 @@ from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class LocalSGDSync(GradientSync):
-    """Average parameters and optimizer state every `every_steps` steps, and whenever ranks must be equal."""
+    """Averages parameters and optimizer state every `every_steps` steps, at each epoch's end, and before a stop."""
 
     steps_apart = 0
 

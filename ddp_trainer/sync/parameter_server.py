@@ -1,4 +1,4 @@
-"""A sharded parameter server: gradients go to a key's owner, which updates, and parameters come back.
+"""A sharded parameter server: gradients go to owner ranks, which update the parameters and send them back.
 
 It teaches the cost of a server: with one server and m parameters, 2·(W − 1)·m elements pass through one network card,
 first all in, then all out. With as many servers as ranks, this is a reduce-scatter and an all-gather again.
@@ -19,7 +19,7 @@ from ddp_trainer.sync.key_value_store import KeyValueStore
 
 
 class ParameterServerSync(GradientSync):
-    """Push gradients, let each owner's optimizer update its keys, pull parameters."""
+    """Sends gradients to the owner of each parameter, whose optimizer updates it, and copies parameters back."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.parameters = dict(model.named_parameters())
@@ -41,7 +41,7 @@ class ParameterServerSync(GradientSync):
         self.store.pull({key: p.detach() for key, p in self.parameters.items()})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of every key, gathered from its owner, because a resumed run may have other owners."""
+        """Return every parameter's state, gathered from its owner, because a resumed run may have other owners."""
         whole, keys = optimizer.state_dict(), {parameter: key for key, parameter in self.parameters.items()}
         ordered = [keys[parameter] for group in optimizer.param_groups for parameter in group["params"]]
         mine = {index: whole["state"].get(index, {}) for index, key in enumerate(ordered) if self.store.owned(key)}

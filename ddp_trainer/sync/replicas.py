@@ -32,7 +32,7 @@ def split_batch(images: Tensor, devices: list[torch.device]) -> list[Tensor]:
 
 
 def allreduce(tensors: list[Tensor]) -> None:
-    """Replace each of `tensors`, which have one shape and may be on different devices, by their sum."""
+    """Set each of `tensors`, of one shape and possibly on different devices, to the sum of all of them."""
     first, *others = tensors
     for other in others:
         first += other.to(first.device, non_blocking=True)
@@ -56,7 +56,7 @@ class Replicas(nn.Module):
 
 
 class ReplicasSync(GradientSync):
-    """Add up the gradients of the replicas of this process."""
+    """Adds up the gradients of the replicas of this process."""
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
         """Raises ConfigError if a device of the config does not exist, or the first is not the device of the run."""
@@ -96,7 +96,7 @@ class ReplicasSync(GradientSync):
 
     @torch.no_grad()
     def copy_parameters(self) -> None:
-        """Make all replicas equal to the first, which the optimizer updates."""
+        """Copy the parameters of the first replica, which the optimizer updates, to all other replicas."""
         first, *others = self.replicas
         for other in others:
             for mine, new in zip(other.parameters(), first.parameters(), strict=True):

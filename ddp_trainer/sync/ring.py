@@ -15,7 +15,7 @@ from ddp_trainer.sync.base import GradientSync, exchange, flatten, unflatten
 
 
 class RingSync(GradientSync):
-    """Average gradients by a reduce-scatter and an all-gather of point-to-point sends."""
+    """Averages gradients by a reduce-scatter and an all-gather of point-to-point sends."""
 
     def before_step(self) -> None:
         if self.world.world_size == 1:

@@ -41,7 +41,7 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
 
 
 def locate(data_root: str | None) -> Path:
-    """Return the folder of the four files, which are downloaded once per node if missing; ConfigError if that fails."""
+    """Return the folder of the four files: `data_root`, or if None Debian's or a download; ConfigError if not found."""
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
     for folder in (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),):
         missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
@@ -66,7 +66,7 @@ def locate(data_root: str | None) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Download into `folder`, which is created only when all files are verified; one process of a node at a time."""
+    """Download into `folder`, which is created when all files are verified; the processes of a node take turns."""
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)

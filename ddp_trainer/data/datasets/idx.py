@@ -17,7 +17,7 @@ KINDS = {3: "images", 1: "labels"}
 
 
 def read_split(folder: Path, prefix: str) -> ImageTensors:
-    """Return ``<prefix>-images-idx3-ubyte[.gz]`` in `folder` with the labels; ConfigError if a file is damaged."""
+    """Return images and labels from the IDX files ``<prefix>-…`` in `folder`; ConfigError if a file is damaged."""
     images, labels = (
         read_idx(find_idx(folder, f"{prefix}-{kind}-idx{dimensions}-ubyte"), dimensions=dimensions)
         for dimensions, kind in KINDS.items()

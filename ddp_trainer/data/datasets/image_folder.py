@@ -62,7 +62,7 @@ def cache_folder(config: ImageFilesConfig) -> Path:
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folders for training and evaluation; if `is_split`, the second is None: the first is split."""
+    """Return the folders for training and evaluation, or if `is_split` one folder to split and None."""
     if not (root / "train").is_dir():
         require(
             is_split,

@@ -24,7 +24,7 @@ LOCK_SECONDS = 3600.0
 """How long a rank waits for another rank that downloads."""
 EVALUATION_SPLITS = ("test", "val", "valid")
 FILE_LISTS = ("samples", "_samples", "imgs")
-"""Names of attributes with the (path, label) of each image."""
+"""Attributes of torchvision's data sets that may list the (path, label) of each image."""
 USE_A_PLUGIN = "it is not supported; write a plug-in (docs/extending.md)"
 PATHS, LABELS = ("_image_files", "_images"), ("targets", "_labels", "labels")
 """Names of attributes with the paths, and of attributes with the labels."""
@@ -119,7 +119,7 @@ def names_of_classes(dataset: Any) -> list[str]:
 
 
 def labels_of(dataset: Any) -> list[int]:
-    """Return all labels; ConfigError if there is not one number for each image."""
+    """Return the label of each image; ConfigError if the data set does not give one number for each image."""
     lists = [[label for _, label in getattr(dataset, name, None) or ()] for name in FILE_LISTS]
     with suppress(TypeError, ValueError):
         for labels in (*lists, *(getattr(dataset, name, None) for name in LABELS)):
