@@ -22,7 +22,8 @@ chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; pri
 	$(BIN)/pytest -n 2 -m "(chaos or fault) and not cluster"
 
 cluster: .venv/installed-sweep  ## tests on SLURM, network namespaces and a container build; as root, on Debian
-	$(BIN)/pytest -n 2 --dist loadfile tests/cluster
+	$(BIN)/pytest -n 2 --dist loadfile tests/cluster -m "not alone"
+	$(BIN)/pytest tests/cluster -m alone
 
 check: .venv/installed  ## format, lint and types; needs Debian's shellcheck
 	$(BIN)/ruff format --check .

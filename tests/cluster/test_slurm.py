@@ -218,6 +218,7 @@ def test_a_node_that_computes_wrong_numbers_is_excluded_when_the_job_is_requeued
     assert newest_checkpoint(jobs.folder / "run")["step"] == read_summary(jobs.folder / "run")["steps"]
 
 
+@pytest.mark.alone
 def test_a_slow_node_is_excluded_before_the_job_trains(jobs: Jobs) -> None:
     slow = jobs.slurm.nodes[1]
     program = jobs.folder / "python"
