@@ -51,17 +51,17 @@ class BenchmarkOptions:
 
     @property
     def names(self) -> list[str] | None:
-        """The names of the strategies to compare; None stands for all that can run here."""
+        """The names of the strategies to compare; None: all strategies that can run here."""
         return None if self.strategies is None else self.strategies.split(",")
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure and report; exit with 2 for wrong input, with 1 for any other failure."""
+    """Compare strategies and report; exit with 2 for wrong input, with 1 for any other failure."""
     run_command(benchmark, BenchmarkOptions, words, description=__doc__)
 
 
 def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
-    """Measure the strategies; print and write the result on rank 0. Collective: every rank must call this."""
+    """Measure the strategies, and print and write the results on rank 0. Collective: every rank must call this."""
     with disable_gc():
         from ddp_trainer.commands.step_benchmark import compare_strategies  # imports torch
         from ddp_trainer.training.start import start
@@ -79,7 +79,7 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 
 
 def to_table(result: dict[str, Any]) -> Table:
-    """Return the comparison as a table for the terminal."""
+    """Return the `result` of `compare_strategies` as a table for the terminal, with one row per strategy."""
     about, rows = result["about"], result["rows"]
     headers = ("img/s", "step ms", f"× {rows[0]['name']}", "min–max", "data", "fwd/bwd", "exposed comm", "optimizer",
                "sent MB", "expected")  # fmt: skip
@@ -100,7 +100,7 @@ def to_table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw images per second and the phases of a step, a bar per strategy; TransientError if `path` is not written."""
+    """Write charts of speed and step phases to `path` if matplotlib is installed; TransientError if this fails."""
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:

@@ -26,13 +26,13 @@ from ddp_trainer.registry import PluginError
 T = TypeVar("T")
 
 RANK_0_SECONDS = 5.0
-"""Seconds that other ranks wait for rank 0 to print an error: torchrun ends all ranks once one rank has exited."""
+"""Seconds for which other ranks wait while rank 0 prints an error: torchrun ends all ranks when one has exited."""
 
 
 def run_command(
     command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str | None
 ) -> None:
-    """Call ``command(config, run_dir, options)`` for each job that `words` describe, or print the help."""
+    """Parse `words`, and call ``command(config, run_dir, options)`` for each job in them; or print the help."""
     usage = f"{command.__name__} [option=value …] [key=value …]"
     with errors_as_exit_codes():
         options, overrides = parse_options(schema, words, usage=usage, description=description)
@@ -40,7 +40,7 @@ def run_command(
 
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
-    """Compose `words` and call ``function(config, run_dir)``, for each job of a sweep; exit on an error."""
+    """Compose configs from `words`, and call ``function(config, run_dir)`` for each job. Exits on an error."""
     sys.argv[1:] = words
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
 
@@ -62,7 +62,7 @@ def for_each_job(function: Callable[[Config, Path], float | None], words: Sequen
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Exit with 2 if the user's input is wrong and with 1 for any other exception; print each exception once."""
+    """Print an exception of the ``with`` block, and exit: with 2 if the user's input is wrong, else with 1."""
     try:
         yield
     except (TransientError, ConfigError, OmegaConfBaseException, HydraException, PluginError) as error:
@@ -75,7 +75,7 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 
 def check_arguments() -> None:
-    """Raise ConfigError for bad overrides and unknown flags; argparse would print its usage on every rank instead."""
+    """Raise ConfigError for a bad override or flag in ``sys.argv``; argparse would print its usage on every rank."""
 
     def reject(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -91,7 +91,7 @@ def check_arguments() -> None:
 
 
 def exit_with_user_error(error: Exception) -> NoReturn:
-    """Print the error in one line on local rank 0, and exit; rank 0 does so first, before torchrun ends other ranks."""
+    """Print the error once per node, and exit. Rank 0 does so first, because torchrun then ends the other ranks."""
     try:
         environment = read_environment()
     except ConfigError:

@@ -53,7 +53,7 @@ class DoctorOptions:
 
 
 class Finding(NamedTuple):
-    """One line of the table. `advice` is the problem and its fix: an error if `is_error`, else a warning."""
+    """One line of the table. `advice` names a problem and its fix, or is empty; `is_error`: training cannot start."""
 
     name: str
     value: str
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the findings; exit with 2 for wrong input or if a run cannot train here, with 1 if a check fails."""
+    """Examine the machines; exit with 2 for wrong input or if training cannot start, with 1 for any other failure."""
     if words and not wants_help(words) and "=" not in words[0] and not words[0].startswith("-"):
         with errors_as_exit_codes():
             require(len(words) == 1, "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …")
@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
-    """Print the findings on rank 0, and exit with 2 on all ranks if a finding is an error. Collective."""
+    """Examine the hosts and print the findings on rank 0; exit with 2 on all ranks if one is an error. Collective."""
     with process_group(read_environment(), **config.process_group) as world:
         findings = examine(world, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
     errors = [f"error: {finding.advice}" for finding in findings if finding.is_error]
@@ -86,7 +86,7 @@ def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
 
 
 def examine(world: World, *, run_dir: Path, size_mb: int) -> list[Finding]:
-    """Return the findings, the same on every rank. Collective: every rank must call this."""
+    """Measure all ranks, and return the same findings on every rank. Collective: every rank must call this."""
     network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
     fitness = fitness_findings(world)  # before the clocks, because all ranks finish it at the same time
     ranks = world.all_gather_object((socket.gethostname(), time.time(), host_findings(world)))
@@ -104,7 +104,7 @@ def examine(world: World, *, run_dir: Path, size_mb: int) -> list[Finding]:
 
 
 def host_findings(world: World) -> list[Finding]:
-    """Return the findings about the host of this rank."""
+    """Return the findings about this host: versions, GPUs, cores, memory, /dev/shm and network interface."""
     cores, ranks = plural(usable_cores(), "core"), plural(world.local_world_size, "rank")
     is_crowded = usable_cores() < world.local_world_size
     meminfo = Path("/proc/meminfo").read_text()  # memory of the host: the limit of a container may be lower
@@ -126,7 +126,7 @@ def host_findings(world: World) -> list[Finding]:
 
 
 def merge(nodes: dict[str, Finding]) -> Finding:
-    """Return the findings of several nodes as one, which shows a common value once. Versions must be the same."""
+    """Return one finding for `nodes` (by host name); equal values are shown once, different versions are an error."""
     name, value, _, _ = next(iter(nodes.values()))
     advice = "; ".join(f"{host}: {finding.advice}" for host, finding in nodes.items() if finding.advice)
     if all(finding.value == value for finding in nodes.values()):
@@ -138,7 +138,7 @@ def merge(nodes: dict[str, Finding]) -> Finding:
 
 
 def disk_finding(run_dir: Path) -> Finding:
-    """Write 64 MB to the disk of `run_dir`, and return the finding with the rate in MB/s."""
+    """Write 64 MB to the disk of `run_dir`, and return the finding: its speed in MB/s, or why it cannot be written."""
     folder = next(folder for folder in (run_dir, *run_dir.absolute().parents) if os.path.isdir(folder))
     data, began = os.urandom(64 * MB), time.monotonic()
     try:
@@ -155,7 +155,7 @@ def disk_finding(run_dir: Path) -> Finding:
 
 
 def network_findings(world: World, *, size_mb: int) -> list[Finding]:
-    """Return the latency and the bandwidth of an all-reduce. Collective: every rank must call this."""
+    """Measure and return the latency and the bandwidth of an all-reduce. Collective: every rank must call this."""
     message = torch.zeros(size_mb * MB // 4, device=world.device)
     latency = median_seconds(lambda: world.all_reduce(message[:1]), world.device, times=100)
     seconds = median_seconds(lambda: world.all_reduce(message), world.device, times=5)
@@ -168,7 +168,7 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
 
 
 def fitness_findings(world: World) -> list[Finding]:
-    """Return the computing speed and memory bandwidth of the ranks, measured on all at the same time. Collective."""
+    """Measure computing speed and memory bandwidth of all ranks at the same time, and return both. Collective."""
     ranks = world.all_gather_object(
         (socket.gethostname(), measure_fitness(world.device, num_threads=world.num_threads))
     )
@@ -184,12 +184,12 @@ def fitness_findings(world: World) -> list[Finding]:
 
 
 def clock_finding(differences: dict[str, float]) -> Finding:
-    """Return the finding on the largest of `differences`: seconds between the clock of a host and that of rank 0."""
+    """Return the finding about the largest of `differences`: by host, seconds its clock is ahead of rank 0's clock."""
     host, skew = max(((host, abs(seconds)) for host, seconds in differences.items()), key=lambda item: item[1])
     advice = f"the clock of {host} differs by {skew:.1f} s from that of rank 0: synchronize the clocks (chrony or ntp)"
     return Finding("clocks", f"within {skew:.3f} s", advice if skew > SKEW_SECONDS else "", skew > CLOCK_SECONDS)
 
 
 def plural(number: int, noun: str) -> str:
-    """Return ``1 rank``, ``2 ranks``."""
+    """Return the number with its noun: ``1 rank``, ``2 ranks``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def print_scores(scored: "Scored") -> None:
-    """Print the scores, the classes with the lowest recall, and the folder of the written files."""
+    """Print the scores, the three classes with the lowest recall, and the folder with the written files."""
     scores, trained = scored.scores, scored.trained
     print(
         f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step}) on {scores.count:,} {scored.split.name} "

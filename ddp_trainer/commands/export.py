@@ -33,7 +33,7 @@ class ExportOptions(CheckpointOptions):
     """The options of the command."""
 
     format: str = "safetensors,pt2,onnx"
-    """The formats, separated by commas."""
+    """The formats of the files to write, separated by commas."""
     preprocessing: Place = Place.inside
     """inside: the files take uint8 images [N, C, H, W]; outside: normalized float32. No effect on safetensors."""
     check_images: int = field(default=1000, metadata=NOT_NEGATIVE)
@@ -51,7 +51,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def export(run_dir: Path, options: ExportOptions, overrides: Sequence[str]) -> None:
-    """Write the files and the model card."""
+    """Write the model in each format, and its model card, to the folder export in `run_dir`, and print their paths."""
     with disable_gc():  # imports torch
         from ddp_trainer.inference.export import check_formats, export_files, new_file
         from ddp_trainer.inference.model_card import model_card

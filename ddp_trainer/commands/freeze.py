@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, Path]:
-    """Return config and run directory of `overrides`, or of job `number` of a sweep; ConfigError without such a job."""
+    """Return config and run directory for `overrides`, or for job `number` of a sweep; ConfigError if it is missing."""
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)

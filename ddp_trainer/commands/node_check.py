@@ -25,7 +25,7 @@ from ddp_trainer.launch.node_check.server import wait_for_nodes
 
 MAX_NODES = 65535
 FITNESS_SECONDS = 60.0
-"""How many seconds longer the nodes wait for each other if each node measures its speed first."""
+"""Seconds that are added to `timeout` if the nodes measure their speeds first, which may take longer on one node."""
 SHM_MB = 512
 """Space that NCCL may need in /dev/shm for the GPUs of a node; NCCL's manual advises 1 GB, Docker gives 64 MB."""
 
@@ -37,7 +37,7 @@ class NodeCheckOptions:
     head: str = MISSING
     """Name or address of node 0."""
     port: int = field(default=MISSING, metadata=rule("1 to 65535", lambda port: 0 < port < 2**16))
-    """Port for torchrun's store on the head."""
+    """Port on which torchrun's store will listen on node 0."""
     nnodes: str = MISSING
     """Number of nodes: N, or MIN:MAX for an elastic job."""
     node_rank: int = MISSING
@@ -51,7 +51,7 @@ class NodeCheckOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Exit with 0 if all nodes can start, 2 if the user has to change something, 1 if a later attempt may succeed."""
+    """Print this node's address if all nodes can start; else exit with 2 for wrong input, 1 if a retry may succeed."""
     with errors_as_exit_codes():
         options, rest = parse_options(NodeCheckOptions, words, usage="node-check option=value …", description=__doc__)
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def describe_node(options: NodeCheckOptions) -> NodeInfo:
-    """Return this node and its job; ConfigError for a wrong option, TransientError if there is no route to the head."""
+    """Return this node and its job as `NodeInfo`. ConfigError: a wrong option; TransientError: no route to the head."""
     smallest, _, largest = options.nnodes.partition(":")
     min_nodes, max_nodes = (
         int(text) if len(text) < 6 and text.isdecimal() else 0 for text in (smallest, largest or smallest)
@@ -93,7 +93,7 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
 
 
 def measure_speeds(device: Device) -> dict[str, float]:
-    """Return the speeds of this node by name: those of its slowest GPU, or without GPUs those of all usable cores."""
+    """Measure and return this node's speeds by name, on its slowest GPU; without GPUs, on all usable cores together."""
     from ddp_trainer.performance.fitness import UNITS, measure_node  # imports torch, which takes seconds
 
     speeds = measure_node(num_threads=usable_cores(), use_gpus=device is not Device.cpu)
@@ -103,7 +103,7 @@ def measure_speeds(device: Device) -> dict[str, float]:
 
 
 def find_gpu_error(node: NodeInfo) -> ConfigError | None:
-    """Return the error if this node lacks a GPU for the config, or shared memory for NCCL between GPUs; else None."""
+    """Return an error if this node has no GPU but the config needs one, or too little /dev/shm for NCCL; else None."""
     # NVIDIA has one device file per GPU; WSL (dxg), AMD (kfd) and Jetson (nvhost-gpu) have one for all GPUs
     num_gpus = sum(len(list(Path("/dev").glob(name))) for name in ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu"))
     for key, value in (("backend", "nccl"), ("device", "cuda")):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointOptions:
-    """The options that the commands for trained models share."""
+    """The options that evaluate, export and predict have in common."""
 
     checkpoint: str = "best"
     """best (highest top-1), last (the newest), or the number of a step."""
@@ -27,7 +27,7 @@ class CheckpointOptions:
 def parse_options(
     schema: type[T], words: Sequence[str], *, usage: str = "", description: str | None = ""
 ) -> tuple[T, list[str]]:
-    """Return the options among `words`, as a `schema` object with checked values, and the other words.
+    """Return the words that set a field of `schema`, as a checked `schema` object, and the other words as a list.
 
     If `words` ask for help, print `usage`, `description` and all options with their defaults, and exit with 0.
     """
@@ -47,7 +47,7 @@ def parse_options(
 
 
 def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that are paths, and those that are ``key=value``; a path with = must begin with ./ or /."""
+    """Return the paths and the ``key=value`` settings among `words`. A path that contains = must begin with ./ or /."""
     overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
     return [word for word in words if word not in overrides], overrides
 
@@ -87,5 +87,5 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def program() -> str:
-    """Return the name of the program as it was called."""
+    """Return how the user has called this program, for usage lines: ``ddp-trainer`` or ``python -m ddp_trainer``."""
     return "ddp-trainer" if sys.argv[0].endswith("ddp-trainer") else "python -m ddp_trainer"

@@ -5,8 +5,8 @@
 
 Measures the time that a rank computes in a step, and the latency and bandwidth of the process group unless both are
 given as options. A cost model predicts from these numbers the step time, the efficiency, and the smallest batch per
-rank with which forward and backward take long enough to hide the all-reduce. Prints a table, and writes plan.json to
-<output_dir>/plan-<name>.
+rank with which forward and backward last as long as the all-reduce, and so can hide it. Prints a table, and writes
+plan.json to <output_dir>/plan-<name>.
 """
 
 import json
@@ -48,12 +48,12 @@ class PlanOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, predict and report; exit with 2 for wrong input, with 1 for any other failure."""
+    """Measure, and predict step times; exit with 2 for wrong input, with 1 for any other failure."""
     run_command(plan, PlanOptions, words, description=__doc__)
 
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
-    """Measure on the ranks of this job, and report the predictions on rank 0. Collective."""
+    """Measure compute and network on the ranks of this job, and print and write predictions on rank 0. Collective."""
     environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
     ranks, batch = environment.world_size, config.global_batch_size
     fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
@@ -75,7 +75,7 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
 
 
 def report(model: str, compute: Compute, network: Network, counts: list[int], folder: Path) -> None:
-    """Print the measurements and the predictions, and write them to `folder`."""
+    """Predict the step time for each number of ranks in `counts`; print a table, and write plan.json to `folder`."""
     print(
         f"{model}: {compute.forward_backward * 1e3:.1f} ms forward and backward of {compute.batch} images "
         f"per rank, {compute.other * 1e3:.1f} ms for the rest of a step; {compute.size / 1e6:.1f} MB of gradients; "

@@ -29,7 +29,7 @@ class PredictOptions(CheckpointOptions):
     """The options of the command."""
 
     top: int = field(default=5, metadata=POSITIVE)
-    """Number of classes in top, the most probable first."""
+    """Number of classes to print for each image in top, the most probable first."""
     batch_size: int = field(default=64, metadata=POSITIVE)
     """Images per forward pass of the model."""
 
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def predict(run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]) -> None:
-    """Print the prediction for each file as a line of JSON."""
+    """Print the prediction for each file as a line of JSON on stdout, and each file that cannot be read on stderr."""
     with disable_gc():  # imports torch
         import torch
 
@@ -91,5 +91,5 @@ def write_line(text: str) -> None:
 
 
 def printable(path: str) -> str:
-    """Return `path` on one line, without characters that cannot be printed."""
+    """Return `path` in one line; if it has characters that cannot be printed, such as a newline, all are escaped."""
     return path if path.isprintable() else repr(path)[1:-1]

@@ -12,7 +12,7 @@ from ddp_trainer.config.errors import TransientError
 
 
 def print_table(table: Table) -> None:
-    """Print a table with its numbers aligned, at its full width where the output is not a terminal."""
+    """Print a table, with all columns but the first aligned right; 180 characters wide if stdout is not a terminal."""
     for column in table.columns[1:]:
         column.justify = "right"
     Console(width=None if sys.stdout.isatty() else 180).print(table)
@@ -20,7 +20,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Create the folder of `path`, a file that the context's body writes; TransientError if either fails."""
+    """Create the folder for the file `path`, which the ``with`` block then writes; TransientError if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -1,4 +1,4 @@
-"""The measurements of benchmark and plan: steps of all strategies, steps of a rank alone, and messages."""
+"""The measurements of benchmark and plan: steps of each strategy, steps without communication, and the network."""
 
 import gc
 import platform
@@ -33,11 +33,11 @@ from ddp_trainer.training.start import Start
 from ddp_trainer.training.step import TrainStep
 
 Tags = dict[str, float]
-"""The values of a `StepTimer`'s window, by tag."""
+"""The measurements of a `StepTimer` over several steps, by tag such as ``time/step_ms``."""
 WARMUP_STEPS = 3
-"""Minimum of unmeasured steps: DDP rebuilds its buckets after the first step, and PowerSGD begins at the third."""
+"""Minimum number of steps before measuring: DDP rebuilds its buckets after step 1, and PowerSGD begins at step 3."""
 MIN_ELEMENTS = 2**20
-"""Least number of elements to measure bandwidth: fewer, such as LeNet's gradients, would measure latency."""
+"""Minimum elements of the tensor that measures bandwidth: the time of a smaller tensor is mostly latency."""
 
 
 @dataclass(kw_only=True)
@@ -55,7 +55,7 @@ class StepRun:
         return [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
 
     def take_steps(self, count: int) -> Tags:
-        """Take `count` optimizer steps and return the timer's tags."""
+        """Take `count` optimizer steps, and return their step time, phases and images per second, by tag."""
         self.step.begin_training()
         self.timer.restart()
         for batch in islice(self.batches(), count):
@@ -65,7 +65,7 @@ class StepRun:
         return self.timer.close_window(self.step.settings.global_batch_size)
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batches of one epoch after another, starting after the steps that were already taken."""
+        """Yield the batches of one epoch after another, without end, beginning after the steps already taken."""
         sampler = self.loaders.sampler
         while True:
             sampler.set_epoch(*divmod(self.step.count, sampler.steps_per_epoch))
@@ -73,12 +73,12 @@ class StepRun:
 
 
 def median_tags(windows: Sequence[Tags]) -> Tags:
-    """Return the median of each tag of the timer over several windows."""
+    """Return the median over `windows` of the value of each tag."""
     return {tag: statistics.median(tags[tag] for tags in windows) for tag in windows[0]}
 
 
 def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
-    """Return the step of `begun`, ready for its first batch; `loaders` may be shared with other steps."""
+    """Return a training step for `begun`, ready for its first batch; `loaders` may be those of another step."""
     timer, step = build_step(begun)
     step.sync.begin()
     return StepRun(config=begun.config, step=step, timer=timer, loaders=loaders or begun.build_loaders())
@@ -93,10 +93,10 @@ def without_other_ranks(world: World) -> World:
 
 
 def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence[str] | None) -> dict[str, Any] | None:
-    """Measure strategies on the model and data of `begun`, and return the result as JSON values on rank 0.
+    """Measure strategies with the config of `begun`; return the content of benchmark.json on rank 0, None elsewhere.
 
-    `names` are choices of sync; None stands for all that can run here. Rounds are interleaved, so that a slow minute of
-    the machine slows all strategies. Collective; ConfigError on all ranks if one of `names` cannot run here.
+    names: choices of sync; None: all that can run here. Each round measures every strategy once, so that a slow minute
+    of the machine slows all strategies. Collective; ConfigError on all ranks if one of `names` cannot run here.
     """
     runs, left_out = build_strategies(begun, names)
     if names is not None and left_out:
@@ -118,7 +118,7 @@ def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence
 
 
 def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[str, StepRun | None], dict[str, str]]:
-    """Return the strategies that run here (None if only rank 0 takes part), and why others cannot run. Collective."""
+    """Return by name the strategies that can run (None: not on this rank), and why the others cannot. Collective."""
     runs: dict[str, StepRun | None] = {}
     left_out: dict[str, str] = {}
     loaders: Callable[[World], Loaders] = cache(lambda world: replace(begun, world=world).build_loaders())
@@ -132,7 +132,7 @@ def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[st
 
 
 def variants(name: str, world: World) -> dict[str, SyncConfig]:
-    """Return the configs with which the strategy `name` is compared, by their names in the table."""
+    """Return the configs of the strategy `name` to measure, for example one per hook of DDP, by name in the table."""
     if name == "replicas":
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         return {name: ReplicasConfig(devices=gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size)}
@@ -143,7 +143,7 @@ def variants(name: str, world: World) -> dict[str, SyncConfig]:
 
 
 def build_strategy_run(sync: SyncConfig, begun: Start, loaders: Callable[[World], Loaders]) -> StepRun | None:
-    """Return the step of a strategy, or None on a rank that does not take part in it. Collective."""
+    """Return the training step for `sync`; None on ranks other than 0 if `sync` uses one process. Collective."""
     all_ranks = begun.world
     alone = replace(without_other_ranks(all_ranks), num_threads=all_ranks.num_threads * all_ranks.local_world_size)
     world = alone if sync.single_process else all_ranks
@@ -154,7 +154,7 @@ def build_strategy_run(sync: SyncConfig, begun: Start, loaders: Callable[[World]
 
 
 def measure(run: StepRun | None, world: World, *, steps: int) -> Tags:
-    """Take `steps` steps on all ranks at once; return the tags and the bytes sent per rank and step. Collective."""
+    """Take `steps` steps on all ranks at once; return their tags, with the bytes sent per rank and step. Collective."""
     world.all_gather_object(None)
     tags, before = {}, count_sent_bytes()
     if run is not None:
@@ -166,13 +166,13 @@ def measure(run: StepRun | None, world: World, *, steps: int) -> Tags:
 
 
 def count_sent_bytes() -> int:
-    """Return the number of bytes that this host (or network namespace) has sent, over all its interfaces."""
+    """Return how many bytes this host (or network namespace) has sent over all interfaces; 0 if not on Linux."""
     path = Path("/proc/net/dev")  # only Linux has it
     return sum(int(line.split(":")[1].split()[8]) for line in path.read_text().splitlines()[2:]) if path.exists() else 0
 
 
 def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) -> dict[str, Any]:
-    """Return the result of one strategy: medians over rounds, and the ratio of step times to `base` in each round."""
+    """Return a strategy's row: medians over its `windows` (one per round), and its step time relative to `base`."""
     shapes, size = [tuple(parameter.shape) for parameter in run.parameters], run.step.world.world_size
     state = run.step.optimizer.state.get(run.parameters[0], {}).values()
     slots = sum(torch.is_tensor(value) and value.shape == shapes[0] for value in state)
@@ -193,7 +193,7 @@ def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) ->
 
 
 def about(begun: Start) -> dict[str, Any]:
-    """Return the conditions of the measurement."""
+    """Return what was measured: model, data, batch size, precision, world size, device, versions and config."""
     config, world = begun.config, begun.world
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor()
     return {
@@ -208,7 +208,7 @@ def about(begun: Start) -> dict[str, Any]:
 
 
 def measure_compute(begun: Start, *, steps: int) -> Compute:
-    """Return the compute times of a rank's share of the batch; the time per image is from half a share. Collective."""
+    """Return the compute times of this rank, measured with its share of the batch and with half of it. Collective."""
     alone, share = without_other_ranks(begun.world), begun.config.global_batch_size // begun.world.world_size
     configs = [replace(begun.config, sync=NoSyncConfig(), global_batch_size=batch) for batch in (share, share // 2)]
     run, smaller = (build_step_run(replace(begun, config=config, world=alone)) for config in configs)
@@ -228,12 +228,12 @@ def measure_compute(begun: Start, *, steps: int) -> Compute:
 
 
 def compute_seconds(tags: Tags) -> float:
-    """Return the seconds of forward, backward and gradient sync; a rank alone does not communicate in them."""
+    """Return the seconds of forward, backward and gradient sync, in steps that do not communicate."""
     return (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
 
 
 def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
-    """Return the seconds that DDP adds to forward and backward on one rank, by communication hook. Collective."""
+    """Return by communication hook how many seconds longer forward and backward take in DDP on one rank. Collective."""
     group, _ = dist.new_subgroups(group_size=1)
     step, bare = run.step, (run.step.sync, run.step.replica)
     configs = [config for config in VARIANTS.values() if isinstance(config, DDPConfig)]
@@ -252,7 +252,7 @@ def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
 
 
 def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[float]:
-    """Return the seconds after which each parameter's gradient is ready, scaled to end at `forward_backward`."""
+    """Return by parameter the seconds from forward to its gradient, scaled so that the last is `forward_backward`."""
     began: list[float] = []
     times: list[list[float]] = [[] for _ in run.parameters]
 
@@ -272,7 +272,7 @@ def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[fl
 
 
 def measure_network(compute: Compute, world: World) -> Network:
-    """Return the latency, bandwidth and overhead of this process group. Collective: every rank must call this."""
+    """Measure and return the latency, bandwidth and overhead of all-reduces. Collective: every rank must call this."""
     device, world_size = world.device, world.world_size
     large = torch.zeros(max(MIN_ELEMENTS, int(compute.size / 4)), device=device)
     gradients = [torch.zeros(shape, device=device) for shape in compute.shapes]

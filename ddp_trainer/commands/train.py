@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether this process runs a sweep; ConfigError for a launcher that cannot be used in this mode."""
+    """Return whether this process runs a sweep; ConfigError if ``hydra/launcher`` is not possible in this case."""
     hydra = HydraConfig.get()
     launcher, is_multirun = hydra.runtime.choices["hydra/launcher"], hydra.mode is RunMode.MULTIRUN
     way_out = "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"
@@ -55,9 +55,9 @@ def is_sweep() -> bool:
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
-    """Run one job and return its best top-1 for a sweeper; a graceful stop of the job ends the sweep.
+    """Train one job and return its best top-1, which Hydra's sweeper compares. A graceful stop ends the whole sweep.
 
-    The jobs of a sweep share one process group, which is left when the exit stack `sweep` is closed.
+    sweep: an exit stack that all jobs of a sweep share: closing it leaves their common process group. None: no sweep.
     """
     environment = read_environment()
     config.check_world_size(environment.world_size)
@@ -74,7 +74,7 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
 
 
 def print_keys() -> None:
-    """Print the keys of the config, and the keys of every choice of every group."""
+    """Print the keys of the config, and for each choice of each group (such as ``optimizer=sgd``) the keys it adds."""
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
     print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
     for group in registry.GROUPS:

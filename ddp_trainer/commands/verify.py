@@ -3,8 +3,8 @@
     python -m ddp_trainer verify outputs/digits-resnet18-ddp
 
 Checks that every checkpoint matches its checksum, that every epoch used exactly the samples that the seed selects, that
-metrics.jsonl and TensorBoard have every step once, and that summary.json agrees with the newest checkpoint. Exits with
-1 if a check fails.
+metrics.jsonl and TensorBoard have every step once, and that summary.json has no later step than the newest checkpoint.
+Exits with 1 if a check fails.
 """
 
 import sys
@@ -28,7 +28,7 @@ from ddp_trainer.training.summary import Summary
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the findings; exit with 1 if there are any, with 2 if the user's input is wrong."""
+    """Print the result of each check; exit with 1 if a check has found damage, with 2 for wrong input."""
     if wants_help(words):
         print(f"usage: {program()} verify RUN_DIR\n\n{(__doc__ or '').strip()}")
         return
@@ -42,14 +42,14 @@ def main(words: Sequence[str]) -> None:
 
 
 def find_damage(run_dir: Path) -> dict[str, list[str]]:
-    """Return the findings of each check, by the name of the check."""
+    """Return by the name of each check what it has found, one text per problem; an empty list if all is well."""
     files = RunFiles(run_dir)
     checks = (check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary)
     return {check.__name__.removeprefix("check_"): list(check(files)) for check in checks}
 
 
 class RunFiles:
-    """The files of a run that several checks need."""
+    """The records and checkpoints of a run directory, read once for all checks."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.metrics = run_dir, run_dir / "metrics.jsonl"
@@ -61,7 +61,7 @@ class RunFiles:
 
 
 def read_checkpoint(path: Path) -> State | str:
-    """Return the state of a checkpoint, or the reason why it cannot be used."""
+    """Return the state in a checkpoint; if it is damaged or lacks a key, the reason as a text."""
     try:
         state = read_state(path)
     except DamagedCheckpointError as error:
@@ -71,7 +71,7 @@ def read_checkpoint(path: Path) -> State | str:
 
 
 def check_config(files: RunFiles) -> Iterator[str]:
-    """Yield a finding if config.yaml cannot be read."""
+    """Yield a text if config.yaml is missing or damaged."""
     with suppress(OSError, yaml.YAMLError):
         if isinstance(yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict):
             return
@@ -79,7 +79,7 @@ def check_config(files: RunFiles) -> Iterator[str]:
 
 
 def check_checkpoints(files: RunFiles) -> Iterator[str]:
-    """Yield the checkpoints that are damaged or have the wrong name."""
+    """Yield a text if no checkpoint exists, and for each checkpoint that is damaged or has the name of another step."""
     if not files.checkpoints:
         yield "checkpoints: there is none"
     for name, state in files.checkpoints.items():
@@ -90,7 +90,7 @@ def check_checkpoints(files: RunFiles) -> Iterator[str]:
 
 
 def check_metrics(files: RunFiles) -> Iterator[str]:
-    """Yield damaged lines of metrics.jsonl, and steps that go back or occur twice."""
+    """Yield a text if metrics.jsonl has damaged lines, and for each step that goes back or occurs more than once."""
     lines = files.metrics.read_text(errors="replace").splitlines() if files.metrics.exists() else []
     if damaged := len(lines) - len(files.records):
         yield f"metrics.jsonl: damaged lines: {damaged}"
@@ -103,7 +103,7 @@ def check_metrics(files: RunFiles) -> Iterator[str]:
 
 
 def check_samples(files: RunFiles) -> Iterator[str]:
-    """Yield the epochs that did not use each sample that the seed selects exactly once."""
+    """Yield a text for each finished epoch that did not use exactly once each sample that the seed selects."""
     logged = {record.get("epoch"): record for record in files.records if "samples/digest" in record}
     for epoch in range(files.newest["epoch"] if files.newest and files.metrics.exists() else 0):
         digest, count = expected_digest(files.newest, epoch=epoch)
@@ -116,7 +116,7 @@ def check_samples(files: RunFiles) -> Iterator[str]:
 
 
 def check_tensorboard(files: RunFiles) -> Iterator[str]:
-    """Yield a difference between the steps of TensorBoard and of metrics.jsonl, if the run has both."""
+    """Yield a text if the run has both TensorBoard files and metrics.jsonl, and their training steps differ."""
     folder, logged = files.run_dir / "tensorboard", files.training_steps
     if folder.is_dir() and files.metrics.exists():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
@@ -128,7 +128,7 @@ def check_tensorboard(files: RunFiles) -> Iterator[str]:
 
 
 def check_summary(files: RunFiles) -> Iterator[str]:
-    """Yield a difference between summary.json and the newest checkpoint."""
+    """Yield a text if summary.json is damaged, or has a later step than the newest checkpoint."""
     path, state = files.run_dir / "summary.json", files.newest
     try:
         steps = Summary.from_json(path.read_text(errors="replace")).steps if state and path.exists() else 0
@@ -139,7 +139,7 @@ def check_summary(files: RunFiles) -> Iterator[str]:
 
 
 def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
-    """Return the digest and number of samples of a whole epoch, computed from the seed."""
+    """Compute from the config in `state` which samples `epoch` must use, and return their digest and number."""
     config, digest = state["config"], SampleDigest(torch.device("cpu"))
     samples, size = range(state["train_samples"]), config["global_batch_size"]
     sampler = GlobalBatchSampler(samples, global_batch_size=size, num_replicas=1, rank=0, seed=config["seed"])

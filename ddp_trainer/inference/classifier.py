@@ -23,7 +23,7 @@ from ddp_trainer.training.start import memory_format
 from ddp_trainer.training.step import AUTOCAST
 
 Picture = str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
-"""A path, a PIL image, or pixels: uint8 [H, W] or [H, W, C] as an array, uint8 [C, H, W] as a tensor."""
+"""A path, a PIL image, a NumPy array uint8 [H, W] or [H, W, C], or a tensor uint8 [C, H, W]."""
 BATCH_SIZE = 64
 
 
@@ -35,11 +35,11 @@ class Prediction:
     probability: float
     """The probability of `label`, in [0, 1]."""
     top: list[tuple[str, float]]
-    """The most probable classes with their probabilities, the highest first."""
+    """The most probable classes with their probabilities, the most probable first; the first is `label`."""
 
 
 class Classifier:
-    """A trained model with its classes and its preprocessing. Use from one thread at a time."""
+    """A trained model with its classes and its preprocessing. Do not call it from two threads at the same time."""
 
     def __init__(self, trained: TrainedModel, device: torch.device) -> None:
         config, preprocessing = trained.config, trained.preprocessing
@@ -58,7 +58,7 @@ class Classifier:
         return list(self.predictions(self.probabilities(images), top=top))
 
     def probabilities(self, images: Picture | Sequence[Picture]) -> Tensor:
-        """Return the probability of each class: float32 [N, classes]. Raises the same errors as a call."""
+        """Return the probability of each class for each image: float32 [N, classes]. Raises what `__call__` raises."""
         single = isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 0) in (2, 3)
         sequence: Any = [images] if single else images
         parts = [torch.empty(0, len(self.class_names))]
@@ -69,13 +69,13 @@ class Classifier:
 
     @torch.inference_mode()
     def of_pixels(self, pixels: Tensor) -> Tensor:
-        """Return the probabilities, float32 [B, classes] on the CPU, for prepared pixels, uint8 [B, C, H, W]."""
+        """Return probabilities, float32 [B, classes] on the CPU. pixels: uint8 [B, C, H, W], already preprocessed."""
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             logits = self.model(self.normalize(pixels.to(self.device)))
         return logits.float().softmax(1).cpu()
 
     def predictions(self, probabilities: Tensor, *, top: int = 5) -> Iterator[Prediction]:
-        """Yield a `Prediction` for each row of `probabilities`, float32 [N, classes]."""
+        """Yield a `Prediction` with the `top` most probable classes for each row of float32 [N, classes]."""
         values, classes = probabilities.topk(min(top, len(self.class_names)))
         for row, numbers in zip(values.tolist(), classes.tolist(), strict=True):
             pairs = [(self.class_names[number], value) for number, value in zip(numbers, row, strict=True)]
@@ -97,7 +97,7 @@ def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -
 
 
 def open_classifier(trained: TrainedModel) -> Classifier:
-    """Return `trained` as a classifier on the device of its config; ConfigError if this machine lacks it."""
+    """Return `trained` as a classifier on the device that its config names; ConfigError if the machine lacks it."""
     device, _ = choose_device(trained.config.device, Backend.auto, Environment())
     return Classifier(trained, device)
 

@@ -19,18 +19,18 @@ from ddp_trainer.inference.trained_model import TrainedModel
 from ddp_trainer.models.state import load_state
 
 TOLERANCE = 1e-5
-"""The largest allowed difference between the probabilities of an exported file and of the checkpoint."""
+"""The largest allowed difference between a probability from an exported file and from the checkpoint."""
 PACKAGES = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
-"""The formats, and the packages that each needs."""
+"""The packages that each format of an exported file needs."""
 CHECK_BATCH = 64
 
 Probabilities = Callable[[Tensor], Tensor]
 
 
 class ExportedModel(nn.Module):
-    """A model from images to the probabilities of the classes, float32 [N, classes].
+    """A module that takes images and returns the probabilities of the classes, float32 [N, classes].
 
-    Its input is uint8 [N, C, H, W], or normalized float32 [N, C, H, W] if the model has no preprocessing inside.
+    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32 [N, C, H, W].
     """
 
     scale: Tensor
@@ -44,13 +44,13 @@ class ExportedModel(nn.Module):
         self.register_buffer("shift", -torch.tensor(preprocessing.mean)[:, None, None] / deviation)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the probabilities."""
+        """Return probabilities, float32 [N, classes]. images: the result of `prepare`."""
         if self.normalizes:
             images = images.to(torch.float32) * self.scale + self.shift
         return self.model(images).softmax(1)
 
     def prepare(self, pixels: Tensor) -> Tensor:
-        """Return the input of `forward` for prepared pixels, uint8 [N, C, H, W]."""
+        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W], which have the model's size and channels."""
         return pixels if self.normalizes else pixels.to(torch.float32) * self.scale + self.shift
 
 
@@ -67,12 +67,13 @@ def check_formats(formats: list[str]) -> None:
 def export_files(
     trained: TrainedModel, formats: list[str], folder: Path, *, preprocessing_inside: bool, images: Tensor
 ) -> dict[str, float]:
-    """Write ``model.<format>`` to `folder` for each of `formats`, and return their largest differences by format.
+    """Write ``model.<format>`` to `folder` for each format, and return its largest difference from the checkpoint.
 
-    images: uint8 [N, C, H, W], on which a file must agree with the checkpoint before it is kept.
+    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the checkpoint.
 
     Raises:
         ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or cannot be written.
+        TransientError: the disk is full or does not answer.
     """
     model = ExportedModel(trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside).eval()
     expected = in_batches(model, model.prepare(images))
@@ -103,19 +104,19 @@ def export_files(
 
 
 def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
-    """Return the probabilities of all `images`."""
+    """Call `probabilities` on `images` in batches of `CHECK_BATCH`, and return the results as one tensor."""
     return torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)]) if len(images) else images
 
 
 def export_program(model: ExportedModel) -> Any:
-    """Return the program of `model` for batches of any size, by ``torch.export``."""
+    """Return the program that ``torch.export`` makes of `model`, for batches of any size."""
     dtype = torch.uint8 if model.normalizes else torch.float32
     example = torch.zeros(2, *model.image_shape, dtype=dtype)
     return torch.export.export(model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}})
 
 
 def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write the weights with the metadata as JSON; return the model with the weights of the file."""
+    """Write the weights and the metadata to `path`; return `model` with the weights read from this file."""
     from safetensors.torch import load_file, save
 
     state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
@@ -125,7 +126,7 @@ def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any,
 
 
 def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write the program; return the program that the file contains."""
+    """Write `program` with the metadata to `path`; return the program read from this file."""
     with open(path, "wb") as file:
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata(trained))})
     with open(path, "rb") as file:
@@ -133,7 +134,7 @@ def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: P
 
 
 def write_onnx(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write the program as ONNX; return a session of onnxruntime on the file."""
+    """Write `program` as ONNX to `path`; return a function that runs this file with onnxruntime."""
     import onnxruntime
 
     exported: Any = torch.onnx.export(
@@ -152,7 +153,7 @@ WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabi
 
 
 def metadata(trained: TrainedModel) -> dict[str, str]:
-    """Return the metadata of an exported file: names, and values as JSON."""
+    """Return the metadata of an exported file: class names, preprocessing, model and step, each as JSON text."""
     return {
         "class_names": json.dumps(trained.class_names),
         "preprocessing": json.dumps(asdict(trained.preprocessing)),
@@ -163,7 +164,7 @@ def metadata(trained: TrainedModel) -> dict[str, str]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which is renamed to `path` unless an exception is raised."""
+    """Yield a temporary path, renamed to `path` if no error is raised; ConfigError or TransientError if not written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:

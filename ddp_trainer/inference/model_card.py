@@ -19,8 +19,8 @@ def model_card(
 ) -> str:
     """Return the text of the model card.
 
-    differences: by format, the largest difference from the checkpoint on `num_images` images.
-    inside: whether the preprocessing is in the files.
+    differences: by format, the largest difference of a probability from the checkpoint's, on `num_images` images.
+    inside: whether the exported files normalize the images themselves.
     """
     preprocessing = trained.preprocessing
     loss, top1, count = trained.evaluation

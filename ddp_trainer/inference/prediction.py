@@ -1,4 +1,4 @@
-"""Predictions for image files, read ahead by threads as in training; bad files are named and left out."""
+"""Predictions for image files, which threads read in advance; a bad file gets a reason in place of a prediction."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ class BadFile:
 
 
 class PictureFiles(Dataset[tuple[Tensor, int]]):
-    """Image files without labels. An item is a prepared image, uint8 [C, H, W], and 0."""
+    """Image files without labels. An item is a preprocessed image, uint8 [C, H, W], and 0 in place of a label."""
 
     def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
         self.paths, self.preprocessing = paths, preprocessing
@@ -36,7 +36,7 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
         return self.preprocessing.prepare(read_file(Path(self.paths[index]))), 0
 
     def path(self, index: int) -> str:
-        """Return the path of a file."""
+        """Return the path of the file with this index."""
         return self.paths[index]
 
 
@@ -57,7 +57,7 @@ def predict_files(
 
 
 def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
-    """Return the paths that `words` name: a file itself, all image files in a folder, and for - the paths on stdin.
+    """Return the image files that `words` name: a word is a file, a folder of images, or - for paths on stdin.
 
     Raises:
         ConfigError: a file cannot be read, or a folder has no image.

@@ -8,7 +8,7 @@ from torch import Tensor
 from ddp_trainer.data.decoding import Box, resize
 
 LUMA = (0.299, 0.587, 0.114)
-"""The shares of red, green and blue in a gray value: ITU-R BT.601, as Pillow has it."""
+"""The shares of red, green and blue in a gray value: those of ITU-R BT.601, as in Pillow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Preprocessing:
     image_shape: list[int]
     """Channels, height and width."""
     center_crop: float | None = None
-    """The side of the square in the center that is used, as a share of the shorter side; None: the whole picture."""
+    """The side of the part in the center that is used, divided by that of the largest possible part; None: 1."""
 
     def prepare(self, image: Tensor) -> Tensor:
-        """Return a picture with the channels and the size that the model expects.
+        """Return `image` with the channels and the size that the model expects.
 
-        image: uint8 [c, h, w] -> uint8 [C, H, W]. The ends of a picture of another aspect are cut off, so that it is
-        not distorted. ValueError if its number of channels cannot be converted.
+        image: uint8 [c, h, w] -> uint8 [C, H, W]. If its ratio of height to width is another, its ends are cut off, so
+        that it is not distorted. ValueError if its channels cannot be converted.
         """
         channels, height, width = self.image_shape
         image = with_channels(image, channels)
@@ -37,7 +37,7 @@ class Preprocessing:
         return resize(image, self.box(*image.shape[1:]), (height, width))
 
     def box(self, height: int, width: int) -> Box:
-        """Return the part of a picture of `height` × `width` pixels that is used."""
+        """Return the part in the center of a picture of `height` × `width` pixels that the model sees."""
         _, rows, columns = self.image_shape
         is_low = height * columns <= width * rows
         used = (height, height * columns / rows) if is_low else (width * rows / columns, width)
@@ -46,7 +46,7 @@ class Preprocessing:
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Return an image converted to `channels` channels, from color to gray or from gray. image: uint8 [c, h, w]."""
+    """Return `image`, uint8 [c, h, w], with `channels` channels: color as gray, or gray repeated; else ValueError."""
     if image.shape[0] == channels:
         return image
     if (image.shape[0], channels) == (3, 1):

@@ -1,4 +1,4 @@
-"""Scores a trained model on a split: each sample once, over all ranks, with the evaluation step of the training."""
+"""Score a trained model on a split, each sample once over all ranks, with the same code as during training."""
 
 import logging
 import time
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The scores of a model, and how fast it was."""
+    """The scores of a model on a split, its speed over all ranks, and the folder with the written files."""
 
     trained: TrainedModel
     split: NamedSplit
@@ -42,12 +42,12 @@ class Scored:
 def score_run(
     run_dir: Path, *, checkpoint: str, split: SplitName | None, overrides: list[str], environment: Environment
 ) -> Scored | None:
-    """Score a checkpoint of `run_dir` on a split, and write the files of the evaluation; None on ranks other than 0.
+    """Score a checkpoint, and write the files of the evaluation. Return the scores on rank 0, None on other ranks.
 
     Collective: every rank must call this.
 
     Raises:
-        ConfigError, TransientError: on all ranks, if the checkpoint, the data or an override is not valid on one.
+        ConfigError, TransientError: the checkpoint, data or overrides cannot be used, or a file cannot be written.
     """
     trained = load_model(run_dir, checkpoint, overrides)
     is_other_folder = any(word.startswith("data.root=") for word in overrides)
@@ -66,7 +66,7 @@ def score_run(
 
 
 def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
-    """Score `trained` on `split`, and write the files on rank 0; None on the other ranks. Collective."""
+    """Score `trained` on `split`; write files and return scores on rank 0, return None on other ranks. Collective."""
     config, preprocessing = trained.config, trained.preprocessing
     bad_samples: list[tuple[str, str]] = []
     channels, height, width = preprocessing.image_shape

@@ -1,4 +1,4 @@
-"""The splits on which a trained model is scored: those of its run, or the images of another folder."""
+"""The images on which a trained model is scored: a split of its own data set, or another folder of images."""
 
 from dataclasses import dataclass, replace
 
@@ -16,20 +16,20 @@ from ddp_trainer.inference.trained_model import TrainedModel
 
 @dataclass(frozen=True, slots=True)
 class NamedSplit:
-    """A split with its name."""
+    """A split, its name, and what is known about its data set."""
 
     name: str
     images: Split
     fingerprint: str
-    """A digest of the whole data set of the split."""
+    """A digest of the whole data set to which the split belongs."""
     is_changed: bool = False
     """Whether the data set has changed since the training."""
 
 
 def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False) -> NamedSplit:
-    """Return the split `name` of the run's data set; None: the split on which the training evaluated.
+    """Return the split `name` of the run's data set; name None: the split on which the training evaluated.
 
-    is_other_folder: data.root was set, and may be a folder of class folders.
+    is_other_folder: the user has set data.root; then split=test may be a folder with one subfolder per class.
 
     Raises:
         ConfigError: there is no such split, or its classes or the shape of its images are not those of the model.
@@ -61,7 +61,7 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:
-    """Return up to `count` images at equal distances in the split of the training's evaluation: uint8 [N, C, H, W]."""
+    """Return up to `count` evenly spaced images of the split for evaluation in training: uint8 [N, C, H, W]."""
     channels, height, width = trained.preprocessing.image_shape
     if not count:
         return torch.empty(0, channels, height, width, dtype=torch.uint8)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BEST, LAST = "best", "last"
 KEYS = ("model", "config", "class_names", "preprocessing", "data_fingerprint", "step", "epoch", "progress")
 TEXTS = ("data.root", "data.cache_dir")
-"""Keys whose values are text and are not read as YAML."""
+"""Keys of the config whose values are taken as text, not parsed as YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TrainedModel:
 
     run_dir: Path
     checkpoint: str
-    """best, last or a step, as the caller wrote it."""
+    """best, last or a step, as the caller has given it."""
     config: Config
     model: nn.Module
     class_names: list[str]
@@ -45,7 +45,7 @@ class TrainedModel:
 
 
 def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] = ()) -> TrainedModel:
-    """Return the model of a checkpoint in `run_dir`: best, last, or that of a step.
+    """Return the model of a checkpoint in `run_dir`. checkpoint: best, last (the newest), or the number of a step.
 
     overrides: ``key=value`` for keys that a resumed run may change, such as device and data.root.
 
@@ -78,7 +78,7 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
 
 
 def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """Return `config`, as builtins, with the ``key=value`` of `words`; ConfigError unless a resume may change them."""
+    """Return `config` changed by `words` (``key=value``); ConfigError if a resumed run may not change such a key."""
     tree, free, known = OmegaConf.create(config), free_keys(config), flatten_keys(config)
     for word in words:
         key, equals, text = word.partition("=")
@@ -96,7 +96,7 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
 
 
 def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
-    """Return path and state of a checkpoint: best, last (the newest that is not damaged), or that of a step.
+    """Return path and state of a checkpoint: best, last (the newest that is not damaged), or the number of a step.
 
     Raises:
         ConfigError: the checkpoint does not exist or is damaged; the message lists the existing ones.

@@ -23,14 +23,14 @@ from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.launch.network import address_of, listen
 
 QUIET = ("multiprocessing.api", "agent.server.api")
-"""Loggers to silence: they repeat that a rank has failed, or warn that node 0 has ended before this node."""
+"""Loggers that are silenced, because they only repeat that a rank has failed or that node 0 has ended."""
 JOIN_SECONDS = 600
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """``--rdzv-backend=bound --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=R,timeout=SECONDS``.
+    """The rendezvous for ``--rdzv-backend=bound --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=R,timeout=SECONDS``.
 
-    The store of node 0 listens on ADDRESS only; in a job of one node PORT may be 0, which stands for any free port.
+    On node 0 its store listens on ADDRESS only. In a job of one node PORT may be 0: the system picks a free port.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -59,7 +59,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def root_cause(rank: int, failure: ProcessFailure) -> str:
-    """Return in one line why a rank failed; the line begins with "error: " unless the rank has printed such a line."""
+    """Return a line that says why `rank` failed. It begins with "error: " unless the rank has printed its error."""
     message: Any = failure.message
     if isinstance(message, dict):  # the content of the rank's error file
         lines = message["extraInfo"]["py_callstack"].splitlines()

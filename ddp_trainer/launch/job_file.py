@@ -11,7 +11,7 @@ from ddp_trainer.distributed.files import replace_text
 
 
 def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
-    """Write a job file, which `read_job` reads; `config` is the result of `to_builtins`."""
+    """Write a job file with a config, as dicts and lists, and a run directory. `read_job` reads it."""
     replace_text(path, json.dumps({"run_dir": str(run_dir), "config": config}, indent=1) + "\n")
 
 

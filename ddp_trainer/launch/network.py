@@ -1,4 +1,4 @@
-"""Host names, addresses, ports and connections as this host sees them. Imports no torch."""
+"""Look up host names and routes on this host, listen at ports, and connect with a timeout. Imports no torch."""
 
 import asyncio
 import socket
@@ -11,13 +11,13 @@ from ddp_trainer.config.errors import ConfigError, TransientError
 
 T = TypeVar("T")
 ANSWER_SECONDS = 4.0
-"""How many seconds a host may take to answer: the kernel needs 3 s to notice that no host has the address."""
+"""Seconds in which a host must answer. The kernel needs 3 s to report that no host has an address."""
 MAX_BYTES = 2**16
-"""The longest line that a connection receives."""
+"""Maximum bytes of a line that is received on a connection."""
 
 
 def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
-    """Return ``function()``; raise TimeoutError after `timeout` seconds, and let a daemon thread finish the call."""
+    """Call ``function()`` in a daemon thread and return its result; TimeoutError if it takes over `timeout` seconds."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -49,7 +49,7 @@ def resolve(name: str, *, timeout: float) -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return the address from which this host sends to `address`; TransientError if there is no route."""
+    """Return this host's own address on the route to `address`; TransientError if it has no route to `address`."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing: the kernel only looks up the route
@@ -67,13 +67,13 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return the streams of a new connection; OSError if it fails or takes too long."""
+    """Connect, and return the streams to read and to write; OSError if this fails or takes over `ANSWER_SECONDS`."""
     async with asyncio.timeout(ANSWER_SECONDS):
         return await asyncio.open_connection(address, port, limit=MAX_BYTES)
 
 
 async def check_port(address: str, port: int, failure: str) -> None:
-    """Raise TransientError if this host cannot connect to a port that the system has chosen on another host."""
+    """Raise TransientError, whose text begins with `failure`, if this host cannot connect to `port` at `address`."""
     try:
         (await connect(address, port))[1].close()
     except OSError:

@@ -1,4 +1,4 @@
-"""The numbers of a page in a compact form: rounded, as differences, and shortened if there are very many."""
+"""The curves of a page as compact JSON values: rounded, steps and times as differences, very long tables shortened."""
 
 import math
 from bisect import bisect_right
@@ -9,12 +9,12 @@ from typing import Any
 from ddp_trainer.report.metrics import Metrics, Table
 
 MAX_POINTS = 200_000
-"""Number of values in all curves of a report above which the longest tables are shortened."""
+"""If all curves of a report have more values than this, the longest tables are shortened."""
 DIGITS = 6
 
 
 def rows_allowed(tables: Sequence[Table], *, limit: int = MAX_POINTS) -> int | None:
-    """Return the number of rows to which the longest tables must be shortened; None if all fit into `limit` values."""
+    """Return to how many rows the longest tables must be shortened, so that all have `limit` values; None: they fit."""
     sizes = [(len(table.steps), len(table.columns)) for table in tables]
     longest = max((rows for rows, _ in sizes), default=0)
 
@@ -27,10 +27,10 @@ def rows_allowed(tables: Sequence[Table], *, limit: int = MAX_POINTS) -> int | N
 
 
 def shorten(table: Table, *, rows: int) -> Table:
-    """Return `table` with at most `rows` rows: two for each interval of rows, at its first and its last step.
+    """Return `table` with at most `rows` rows: it is cut into intervals, and each interval becomes two rows.
 
-    The two rows have the minimum and the maximum of a column, in the order in which they occur. The phases of a step
-    have their mean in both rows, so that their sum stays the time of a step.
+    They keep the interval's first and last step, and the minimum and maximum of each column in order of occurrence.
+    For the phases of a step both rows have the mean, so that the sum of the phases is still the time of a step.
     """
     total, buckets = len(table.steps), max(1, rows // 2)
     if total <= rows:
@@ -45,7 +45,7 @@ def shorten(table: Table, *, rows: int) -> Table:
 
 
 def extremes(values: list[float]) -> tuple[float, float]:
-    """Return minimum and maximum of `values` without nan, in order of occurrence; (nan, nan) if all are nan."""
+    """Return minimum and maximum of `values`, the earlier one first, ignoring nan; (nan, nan) if all are nan."""
     finite = [value for value in values if value == value]
     if not finite:
         return math.nan, math.nan
@@ -54,14 +54,14 @@ def extremes(values: list[float]) -> tuple[float, float]:
 
 
 def means(values: list[float]) -> tuple[float, float]:
-    """Return the mean of `values`, without nan, twice; (nan, nan) if all are nan."""
+    """Return the mean of `values` twice, as the values of two rows, ignoring nan; (nan, nan) if all are nan."""
     finite = [value for value in values if value == value]
     mean = sum(finite) / len(finite) if finite else math.nan
     return mean, mean
 
 
 def encode(metrics: Metrics, *, rows: int | None) -> dict[str, Any]:
-    """Return the curves of a run for the page: steps and times as differences, times in units of 10 ms."""
+    """Return the curves of a run as JSON values for the page. rows: maximum rows of a table; None: no maximum."""
     tables = [shorten(table, rows=rows) if rows else table for table in metrics.tables]
     start = start_time(metrics)
     launches = [
@@ -79,7 +79,7 @@ def encode(metrics: Metrics, *, rows: int | None) -> dict[str, Any]:
 
 
 def encode_table(table: Table, start: float) -> dict[str, Any]:
-    """Return the data of a table for the page."""
+    """Return a table as JSON values: differences of steps, of times in 10 ms after `start`, and columns by tag."""
     times, last = [], 0
     for time in table.times:
         last = ticks(time, start) if not math.isnan(time) else last
@@ -92,24 +92,24 @@ def encode_table(table: Table, start: float) -> dict[str, Any]:
 
 
 def start_time(metrics: Metrics) -> float:
-    """Return the time, in unix seconds, of the first launch or record of a run; 0 if none is known."""
+    """Return the time of the first launch or record of a run, in Unix seconds; 0 if no time is known."""
     times = [launch.time for launch in metrics.launches]
     times += [time for table in metrics.tables for time in table.times]
     return min((time for time in times if not math.isnan(time)), default=0.0)
 
 
 def ticks(time: float, start: float) -> int | None:
-    """Return a time in units of 10 ms after `start`; None if it is unknown."""
+    """Return how long `time` is after `start`, in units of 10 ms; None if `time` is nan. Both: Unix seconds."""
     return None if math.isnan(time) else round((time - start) * 100)
 
 
 def differences(values: Sequence[int]) -> list[int]:
-    """Return the first value, and for each later value its difference to the value before it."""
+    """Return the first value unchanged, and for each later value its difference from the value before it."""
     return [value - before for before, value in pairwise([0, *values])]
 
 
 def rounded(value: float) -> float | int | None:
-    """Return a number with `DIGITS` significant digits, and a whole one as an int; None for nan."""
+    """Return `value` rounded to `DIGITS` significant digits; a whole number unrounded, as int; None for nan."""
     if value != value:
         return None
     if abs(value) < 2**53 and value == int(value):

@@ -1,4 +1,4 @@
-"""The folders evaluation/<checkpoint>-<split>/ of a run, as the page shows them."""
+"""Read the folders evaluation/<checkpoint>-<split>/ of a run, and prepare them for the page."""
 
 import csv
 import heapq
@@ -15,11 +15,11 @@ from ddp_trainer.report.files import MB, RunFiles, number, text, whole
 MAX_EVALUATIONS = 20
 """Maximum number of evaluation folders of a run that are read."""
 MAX_MATRIX_CLASSES = 60
-"""Number of classes above which a list of the most confused pairs replaces the confusion matrix."""
+"""If there are more classes than this, the page lists the most confused pairs of classes, without a matrix."""
 MAX_PAIRS, MAX_CLASSES, MAX_MISTAKES = 200, 2_000, 1_200
-"""Maximum number of pairs of classes, of classes and of mistakes of an evaluation on the page."""
+"""Maximum number of pairs of classes, of classes, and of mistakes that the page has for an evaluation."""
 MAX_THUMBNAILS, MAX_THUMBNAIL_BYTES, MAX_THUMBNAIL_SIDE = 400, MB // 4, 512
-"""Maximum number of thumbnails in a report; maximum bytes and maximum pixels a side of one thumbnail."""
+"""Maximum number of thumbnails in a report; maximum bytes of a thumbnail, and maximum pixels of its sides."""
 
 Reference = int | str
 """A class: its index in the page's list of class names, or its name."""
@@ -27,18 +27,18 @@ Reference = int | str
 
 @dataclass(slots=True)
 class Matrix:
-    """A confusion matrix: all counts if there are few classes, and the wrong cells with the highest counts."""
+    """A confusion matrix: all counts, if there are few classes, and a list of the most frequent confusions."""
 
     names: list[str] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
-    """A row for each true class; empty for more than `MAX_MATRIX_CLASSES` classes."""
+    """A row of counts for each true class; no rows if there are more than `MAX_MATRIX_CLASSES` classes."""
     confused: list[tuple[int, int, int]] = field(default_factory=list)
-    """Count, true class and predicted class, the most frequent first."""
+    """Count, and the indices of true and predicted class, of up to `MAX_PAIRS` wrong cells, the highest count first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """An entry of mistakes.json."""
+    """A misclassified sample: an entry of mistakes.json."""
 
     path: str
     label: Reference
@@ -46,7 +46,7 @@ class Mistake:
     probability: float | None
     loss: float | None
     picture: str | None
-    """The path of its picture as the file has it, which may not exist."""
+    """The path of its picture, as mistakes.json has it; this file may be missing. None: no path."""
 
 
 class Evaluation:
@@ -65,17 +65,17 @@ class Evaluation:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the folder has nothing to show."""
+        """Whether the folder has no scores, no confusion matrix and no mistakes to show."""
         return not (self.metrics or self.matrix.names or self.mistakes)
 
     def reference(self, value: object) -> Reference:
-        """Return a reference to the class that a file names or numbers."""
+        """Return the class that `value` from a file names or numbers: its index on the page, else its name."""
         place = whole(value)
         name = self.class_names[place] if place is not None and place < len(self.class_names) else value
         return self.places.get(name, text(name)) if isinstance(name, str) else text(name)
 
     def mistake(self, entry: dict[Any, Any]) -> Mistake:
-        """Return an entry of mistakes.json with values of the expected types."""
+        """Return an entry of mistakes.json as a `Mistake`; a value of a wrong type becomes None or text."""
         name, picture = entry.get("path"), entry.get("picture")
         return Mistake(
             path=text(name if name is not None else entry.get("id")),
@@ -87,7 +87,7 @@ class Evaluation:
         )
 
     def encode(self, *, max_thumbnails: int) -> dict[str, Any]:
-        """Return the data of this evaluation for the page, with the pictures of at most `max_thumbnails` mistakes."""
+        """Return this evaluation as JSON values for the page, with pictures of at most `max_thumbnails` mistakes."""
         shown = [self.mistakes[place] for place in choose(self.mistakes, MAX_MISTAKES)]
         pictured = set(choose(shown, max_thumbnails))
         mistakes = [self.encode_mistake(mistake, place in pictured) for place, mistake in enumerate(shown)]
@@ -111,7 +111,7 @@ class Evaluation:
         }
 
     def encode_classes(self) -> list[list[Any]]:
-        """Return a row for each class (of many, the lowest F1): reference, precision, recall, F1, support."""
+        """Return a row per class: class, precision, recall, F1, support; above `MAX_CLASSES`, the lowest F1 only."""
         rows = []
         for name, scores in self.per_class.items():
             values = scores if isinstance(scores, dict) else {}
@@ -120,7 +120,7 @@ class Evaluation:
         return rows if len(rows) <= MAX_CLASSES else sorted(rows, key=lambda row: row[3] or 0)[:MAX_CLASSES]
 
     def encode_mistake(self, mistake: Mistake, with_picture: bool) -> list[Any]:
-        """Return a mistake as a list: path, both classes, probability, loss, and its picture as a list, or null."""
+        """Return path, both classes, probability, loss, and [width, height, uri] of its picture; None: not shown."""
         name, picture = mistake.picture, None
         if with_picture and name and self.pictures.holds(name):
             picture = self.pictures.read_picture(name, limit=MAX_THUMBNAIL_BYTES, max_side=MAX_THUMBNAIL_SIDE)
@@ -129,7 +129,7 @@ class Evaluation:
 
 
 def read_matrix(files: RunFiles) -> Matrix:
-    """Return the matrix in confusion_matrix.csv; an empty one if it is missing or damaged."""
+    """Return the matrix in confusion_matrix.csv; an empty `Matrix` if the file is missing or damaged."""
     lines = (line.replace("\0", "\ufffd") for line in files.read_lines("confusion_matrix.csv", limit=256 * MB))
     matrix, confused, num_rows = Matrix(), [], 0
     try:
@@ -156,7 +156,7 @@ def read_matrix(files: RunFiles) -> Matrix:
 
 
 def choose(mistakes: Sequence[Mistake], count: int) -> list[int]:
-    """Return the indices of `count` of the sorted `mistakes`: half the worst of all, half the worst of each cell."""
+    """Return up to `count` indices of `mistakes` (worst first): half the worst, half the worst by pair of classes."""
     taken: Counter[tuple[Reference, Reference]] = Counter()
     ranks = []
     for mistake in mistakes:
@@ -169,25 +169,25 @@ def choose(mistakes: Sequence[Mistake], count: int) -> list[int]:
 
 
 def data_source(data: object) -> str:
-    """Return the name of a data set, and its folder if it has one."""
+    """Return the data set in metrics.json as text: its name, and its folder if it has one."""
     values = (data.get("name"), data.get("root")) if isinstance(data, dict) else (data,)
     return text(", ".join(text(value) for value in values if value is not None))
 
 
 def encode_calibration(bins: object) -> list[list[Any]]:
-    """Return confidence, accuracy and count of each bin."""
+    """Return a row for each bin of confidence: mean confidence, accuracy and count; None for a damaged number."""
     parts = [part for part in bins if isinstance(part, dict)] if isinstance(bins, list) else []
     return [[optional(part.get(key)) for key in ("confidence", "accuracy", "count")] for part in parts[:100]]
 
 
 def optional(value: object) -> float | int | None:
-    """Return a finite number rounded for the page; None for anything else."""
+    """Return `value`, rounded, if it is a finite number; None for anything else."""
     finite = number(value)
     return None if finite is None else rounded(finite)
 
 
 def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
-    """Return the evaluations of a run by the names of their folders, including empty evaluations."""
+    """Return the evaluations of a run by folder name, at most `MAX_EVALUATIONS`; TransientError if not readable."""
     folder = files.folder / "evaluation"
     try:
         with os.scandir(folder) as entries:
@@ -202,7 +202,7 @@ def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
 
 
 def thumbnail_shares(evaluations: Sequence[Evaluation], *, limit: int = MAX_THUMBNAILS) -> Iterator[int]:
-    """Yield how many thumbnails each evaluation shows: an equal share of `limit`, and more where others need less."""
+    """Divide `limit` thumbnails equally and yield each evaluation's number; if one needs fewer, others get more."""
     counts = [sum(mistake.picture is not None for mistake in evaluation.mistakes) for evaluation in evaluations]
     shares, left = dict.fromkeys(range(len(counts)), 0), limit
     order = sorted(shares, key=counts.__getitem__)

@@ -1,4 +1,4 @@
-"""The files of a run directory, each of which may be missing, damaged, huge or written by a stranger."""
+"""Read the files of a run directory. Any file may be missing, damaged, huge or written by a stranger."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ from ddp_trainer.config.errors import USER_ERRORS, TransientError
 
 MB = 2**20
 MAX_LINE = MB
-"""Maximum bytes of a line of metrics.jsonl; a longer line is damaged."""
+"""Maximum bytes of a line of a text file; a longer line is read as several lines."""
 MAX_TEXT = 500
 """Maximum characters of a name or a path that the report shows."""
 SHORT = reprlib.Repr()
@@ -33,7 +33,7 @@ class Picture(NamedTuple):
 
 
 class RunFiles:
-    """Reads the files in one folder by name. `problems` has a sentence about each file that cannot be used."""
+    """Reads files in `folder`. For a file that cannot be used, a sentence is added to the list `problems`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class RunFiles:
         return data
 
     def read_lines(self, name: str, *, limit: int) -> Iterator[str]:
-        """Yield the lines of a text file, up to `limit` bytes in all."""
+        """Yield the lines of a text file, `limit` bytes at most in total; no lines if the file is missing."""
         path, size = self.folder / name, 0
         if not os.path.isfile(path):
             return
@@ -75,7 +75,7 @@ class RunFiles:
             self.unreadable(name, error)
 
     def read_records(self, name: str, *, limit: int) -> Iterator[dict[str, Any] | None]:
-        """Yield the dict in each line of a file of JSON lines; None for a line that is damaged or has no step."""
+        """Yield the dict in each line of a JSON Lines file; None for a line that is damaged or has no step."""
         for line in filter(str.strip, self.read_lines(name, limit=limit)):
             try:
                 record = json.loads(line)
@@ -84,7 +84,7 @@ class RunFiles:
             yield record if isinstance(record, dict) and whole(record.get("step")) is not None else None
 
     def read_object(self, name: str, kind: type) -> Any:
-        """Return the object of type `kind` in a file of JSON or YAML; an empty one if it is missing or damaged."""
+        """Return the value in a JSON or YAML file, a dict or list as `kind` says; empty if missing or damaged."""
         is_yaml = name.endswith(".yaml")
         data = self.read_bytes(name, limit=MB if is_yaml else 32 * MB)
         if data is None:
@@ -110,7 +110,7 @@ class RunFiles:
         return Picture(*size, f"data:image/png;base64,{base64.b64encode(data).decode()}")
 
     def holds(self, name: str) -> bool:
-        """Return whether `name` is a relative path to a file in this folder, also after following links."""
+        """Return whether `name` is a relative path that stays in `folder` when symbolic links are followed."""
         try:
             folder, path = self.folder.resolve(), (self.folder / name).resolve()
             return not os.path.isabs(name) and ".." not in Path(name).parts and path.is_relative_to(folder)
@@ -118,7 +118,7 @@ class RunFiles:
             return False
 
     def unreadable(self, name: str, error: OSError) -> None:
-        """Add the problem that a file cannot be read; TransientError if the cause may go away."""
+        """Add to `problems` that a file cannot be read; TransientError if a later attempt may succeed."""
         if error.errno not in USER_ERRORS:
             raise TransientError(f"{self.folder / name} cannot be read: {error.strerror or error}") from error
         self.problems.append(f"{name} cannot be read: {error.strerror}.")
@@ -133,20 +133,20 @@ def png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def number(value: object) -> float | None:
-    """Return a finite number as it is; None for anything else."""
+    """Return `value` if it is a finite number of magnitude at most 1e300; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
         return None
     return value if math.isfinite(value) else None
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number that JavaScript holds exactly and that is not negative; None for anything else."""
+    """Return `value` if it is an int from 0 to 2**53 - 1, which JavaScript holds exactly; else None."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < 2**53 else None
 
 
 def text(value: object, *, length: int = MAX_TEXT) -> str:
-    """Return a value from a file as text of at most `length` characters."""
+    """Return a value from a file as text of at most `length` characters; an empty text for None."""
     shown = value if isinstance(value, str) else "" if value is None else SHORT.repr(value)
     return shown if len(shown) <= length else f"{shown[: length - 1]}…"

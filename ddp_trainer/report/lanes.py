@@ -1,4 +1,4 @@
-"""The own time of each rank over the steps: of the whole run, and of the last minutes before a failure."""
+"""The own time of each rank, which is its time in a step without waiting for other ranks, over the steps of a run."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -11,35 +11,35 @@ from typing import Any, NamedTuple
 from ddp_trainer.report.files import MB, RunFiles, number
 
 MAX_RANKS, MAX_COLUMNS, MAX_CELLS = 128, 300, 20_000
-"""Maximum lanes, columns and cells. Of more ranks the slowest are drawn; more steps are averaged in groups."""
+"""Maximum ranks, columns and cells on the page. Of more ranks, the slowest are shown; more steps share a column."""
 MAX_FILES, MAX_ENTRIES = 1024, 1_000_000
-"""Maximum files of flight data, and entries of all files, because damaged data may have more."""
+"""Maximum files of the folder flight, and maximum entries of all files together: damaged data may have more."""
 NOT_TIMES = {"step", "steps", "time", "memory_mb", "celsius"}
 WHOLE, LAST = "whole run", "last minutes before the failure"
 
 
 class Entry(NamedTuple):
-    """The own time of one rank, without waiting for other ranks, in one or more steps."""
+    """The own time of one rank, without waiting for other ranks, in one step or as the mean of several steps."""
 
     rank: int
     step: int
-    """The last of the steps."""
+    """The step, or the last of several steps."""
     phases: dict[str, float]
-    """Milliseconds of a step, by phase."""
+    """Own time in milliseconds per step, by phase."""
 
 
 @dataclass(slots=True)
 class Lanes:
-    """The own times of ranks over columns of steps."""
+    """The own times of several ranks (lanes), in columns that each stand for one step or several steps."""
 
     title: str
     ranks: list[int]
     steps: list[int]
     """The last step of each column."""
     own_ms: list[list[float | None]]
-    """Milliseconds of a step by rank and column; None where the time is unknown."""
+    """Own time in milliseconds per step: a list for each of `ranks`, by column; None: unknown."""
     worst: list[tuple[int, str] | None] = field(default_factory=list)
-    """The index in `ranks` of the slowest rank of each column, and its slow phase; None for fewer than 2 ranks."""
+    """For each column the index in `ranks` of the slowest rank, and its slow phase; None with fewer than 2 ranks."""
 
     def rows(self) -> list[list[str]]:
         """Return a row for each of the slowest ranks: rank, mean own time, difference from the median of all ranks."""
@@ -50,19 +50,19 @@ class Lanes:
         return [[str(rank), f"{means[rank]:,.2f} ms", f"{100 * (means[rank] / middle - 1):+.1f} %"] for rank in slowest]
 
     def encode(self) -> dict[str, Any]:
-        """Return the data of the lanes for the page."""
+        """Return the lanes as JSON values for the page, times rounded to three digits."""
         rounded = [[None if value is None else float(f"{value:.3g}") for value in lane] for lane in self.own_ms]
         return {"title": self.title, "ranks": self.ranks, "steps": self.steps, "own": rounded, "worst": self.worst}
 
 
 def read_lanes(files: RunFiles) -> list[Lanes]:
-    """Return the lanes of ranks.jsonl and of flight/, if these exist."""
+    """Return the lanes of the whole run (ranks.jsonl) and of its last minutes (flight/), as far as they exist."""
     found = [build_lanes(entries_of_run(files), WHOLE), build_lanes(entries_of_flight(files), LAST)]
     return [lanes for lanes in found if lanes is not None]
 
 
 def entries_of_run(files: RunFiles) -> Iterator[Entry]:
-    """Yield the entries of ranks.jsonl, whose rows have a list with a time for each rank."""
+    """Yield the entries of ranks.jsonl. A row of this file has, for each phase, a list with a time per rank."""
     for row in filter(None, files.read_records("ranks.jsonl", limit=64 * MB)):
         lists = {name: value for name, value in row.items() if name not in NOT_TIMES and isinstance(value, list)}
         for rank in range(min(map(len, lists.values()), default=0)):
@@ -70,7 +70,7 @@ def entries_of_run(files: RunFiles) -> Iterator[Entry]:
 
 
 def entries_of_flight(files: RunFiles) -> Iterator[Entry]:
-    """Yield the entries of the files in flight/, which has one file per rank."""
+    """Yield the entries of the files flight/rank-<rank>.jsonl. A row has one time for each phase."""
     with suppress(OSError):
         names = sorted(path.name for path in (files.folder / "flight").glob("rank-*.jsonl"))
         for name in names[:MAX_FILES]:
@@ -82,13 +82,13 @@ def entries_of_flight(files: RunFiles) -> Iterator[Entry]:
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the `values` that are times, by phase."""
+    """Return those of `values` (by phase) that are valid times: finite numbers of at least 0."""
     known = {name[:60]: number(value) for name, value in values.items()}
     return {name: value for name, value in known.items() if value is not None and value >= 0}
 
 
 def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
-    """Return the lanes of `entries`, with at most `MAX_RANKS` ranks and `MAX_COLUMNS` columns; None without entries."""
+    """Return `entries` as lanes, with at most `MAX_RANKS` ranks and `MAX_COLUMNS` columns; None if there are none."""
     known = [entry for _, entry in zip(range(MAX_ENTRIES), entries, strict=False) if entry.phases]
     if not known:
         return None
@@ -113,7 +113,7 @@ def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
 
 
 def slowest(times: list[dict[str, float] | None]) -> tuple[int, str] | None:
-    """Return the index in `times` of the slowest rank and the phase in which it loses most; None for fewer than 2."""
+    """Return the slowest rank's index, and its phase that most exceeds the others'; None with fewer than 2 ranks."""
     known = {place: one for place, one in enumerate(times) if one}
     if len(known) < 2:
         return None
@@ -124,5 +124,5 @@ def slowest(times: list[dict[str, float] | None]) -> tuple[int, str] | None:
 
 
 def mean(values: list[float]) -> float:
-    """Return the mean of `values`, 0 if there are none."""
+    """Return the mean of `values`; 0 if the list is empty."""
     return sum(values) / len(values) if values else 0.0

@@ -1,4 +1,4 @@
-"""metrics.jsonl and train.log as tables of numbers, launches and losses that were not finite."""
+"""Read metrics.jsonl and train.log: tables of numbers, launches, and the first value that was not finite."""
 
 import math
 import re
@@ -23,13 +23,13 @@ NOT_FINITE = re.compile(r"the loss or gradient of step (\d{1,15}) is not finite[
 
 @dataclass(slots=True)
 class Table:
-    """The records that have the same tags: one row for each record, in the order of steps."""
+    """Values whose tags occur in the same records: a row for each record, sorted by step."""
 
     steps: list[int]
     times: list[float]
     """Unix seconds; nan where unknown."""
     columns: dict[str, list[float]]
-    """Values by tag; nan where a value is not finite."""
+    """Values of each row, by tag; nan where a value is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Launch:
     """The first start of a run, or a resume."""
 
     step: int
-    """The last step before the launch."""
+    """The step from which the launch continues; 0: the first start."""
     world_size: int | None
     time: float = UNKNOWN_TIME
     """Unix seconds."""
     gap_start: float = UNKNOWN_TIME
-    """The time of the last record before the launch."""
+    """The time of the last record before the launch, in Unix seconds."""
 
 
 @dataclass(slots=True)
@@ -67,12 +67,12 @@ class Metrics:
 
 
 class Records:
-    """The records of metrics.jsonl in columns: 16 bytes a value, so that a large file fits into memory."""
+    """The records of metrics.jsonl, stored as columns: a value takes 16 bytes, so that large files fit into memory."""
 
     def __init__(self) -> None:
         self.steps, self.times = array("q"), array("d")
         self.columns: dict[str, tuple[array, array]] = {}
-        """By tag: the indices of the rows that have the tag, and their values."""
+        """By tag: the indices of the rows that have this tag, and their values."""
         self.launches: list[Launch] = []
         self.nonfinite: NonFinite | None = None
         self.slowest: Counter[tuple[int, str]] = Counter()
@@ -81,7 +81,7 @@ class Records:
         self.last_time = UNKNOWN_TIME
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record with a step: a launch, or a row of values."""
+        """Add a record, which must have a step, to `launches` if it is a launch, else as a row of values."""
         step, time = record["step"], number(record.get("time"))
         time = UNKNOWN_TIME if time is None or not 0 < time < YEAR_3000 else float(time)
         epoch = whole(record.get("epoch"))
@@ -116,14 +116,14 @@ class Records:
         values.append(math.nan if finite is None else finite)
 
     def tables(self) -> list[Table]:
-        """Return a table for each set of tags that occur in the same rows."""
+        """Return all values as tables; tags that occur in exactly the same rows share a table."""
         groups: dict[bytes, list[str]] = {}
         for tag, (rows, _) in self.columns.items():
             groups.setdefault(rows.tobytes(), []).append(tag)
         return [self.table(tags) for tags in groups.values()]
 
     def table(self, tags: list[str]) -> Table:
-        """Return the table of tags that occur in the same rows, sorted by step."""
+        """Return the table of `tags`, which must all occur in the same rows, sorted by step."""
         rows = self.columns[tags[0]][0]
         order = sorted(range(len(rows)), key=lambda place: self.steps[rows[place]])
         return Table(
@@ -134,12 +134,12 @@ class Records:
 
 
 def is_share(tag: str, record: dict[str, Any]) -> bool:
-    """Return whether `tag` is a share of a step's time that follows from another tag, and so need not be kept."""
+    """Return whether `tag` (``…_fraction``) can be left out because `record` has the same phase as ``…_ms``."""
     return tag.endswith("_fraction") and tag.removesuffix("_fraction") + "_ms" in record
 
 
 def is_nonfinite(value: object) -> bool:
-    """Return whether a value of a record is nan or infinite: as a number, or as the text that stands for it."""
+    """Return whether a value of a record is nan or infinite, as a number or as a text such as "NaN"."""
     if isinstance(value, str):
         return value.lower().lstrip("+-") in ("nan", "inf", "infinity")
     return isinstance(value, float) and not math.isfinite(value)
@@ -169,7 +169,7 @@ def read_metrics(files: RunFiles) -> Metrics:
 
 
 def read_log(files: RunFiles) -> Metrics:
-    """Return the launches, steps per epoch and non-finite loss in train.log, whose times have no time zone."""
+    """Return launches, steps per epoch and non-finite loss from train.log, without times: they lack a time zone."""
     found = Metrics()
     for line in files.read_lines("train.log", limit=MAX_LOG):
         if match := LAUNCH.search(line):
@@ -185,7 +185,7 @@ def read_log(files: RunFiles) -> Metrics:
 
 
 def with_times(launches: list[Launch], tables: list[Table]) -> list[Launch]:
-    """Return the `launches` of train.log with the times of the records before and after them."""
+    """Return `launches`, each with the times of the last record before it and of the first record after it."""
     moments = sorted({moment for table in tables for moment in zip(table.steps, table.times, strict=True)})
     moments = [(step, time) for step, time in moments if not math.isnan(time)]
     timed = []

@@ -26,11 +26,11 @@ STYLES = (VENDOR / "uPlot.min.css", TEMPLATES / "style.css")
 PLOT = VENDOR / "uPlot.iife.min.js"
 SCRIPTS = ("page.js", "curves.js", "view.js", "marks.js", "charts.js", "toolbar.js", "timeline.js", "lanes.js",
            "matrix.js", "calibration.js", "evaluation.js", "start.js")  # fmt: skip
-"""The scripts of the page, which share one scope; a script uses those before it."""
+"""The scripts of the page, in order: they share one scope, and a script may use the scripts before it."""
 MAX_NAMES = 3
 """Maximum number of names of runs in the title of a page."""
 ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-"""Characters that could end a script element, or that old browsers do not accept in one."""
+"""Characters to escape in JSON: they could end a script element, or old browsers do not accept them in scripts."""
 
 
 def write_report(run_dirs: Sequence[Path], output: Path, *, title: str | None = None) -> None:
@@ -38,7 +38,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, title: str | None = 
 
     Raises:
         ConfigError: a directory is not a run directory or is given twice, or the file cannot be written.
-        TransientError: the file system does not answer.
+        TransientError: the file system is full or does not answer.
     """
     paths = [path.resolve() for path in run_dirs]
     twice = next((path for path, own in zip(run_dirs, paths, strict=True) if paths.count(own) > 1), None)
@@ -87,7 +87,7 @@ def build_page(runs: Sequence[Run], *, title: str | None = None) -> str:
 
 @cache
 def template() -> Template:
-    """Return the template of the page, whose values are escaped. It is compiled once, which takes 0.1 s."""
+    """Return the template of the page, which escapes HTML in values. It is compiled once, because this takes 0.1 s."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -99,7 +99,7 @@ def template() -> Template:
 
 
 def encode_evaluations(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the evaluations of all runs for the page, with the index of their run and the name of their folder."""
+    """Return the evaluations of all runs as JSON values, each with its run's index and its folder's name."""
     found = [(place, *item) for place, run in enumerate(runs) for item in run.evaluations.items()]
     shares = thumbnail_shares([evaluation for _, _, evaluation in found])
     return [
@@ -109,7 +109,7 @@ def encode_evaluations(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def script_json(data: object) -> str:
-    """Return JSON that can stand in a script element, because nothing in it ends the element."""
+    """Return `data` as JSON, escaped so that it can stand inside a script element of HTML."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(ESCAPES)
 
 

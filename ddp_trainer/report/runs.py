@@ -1,4 +1,4 @@
-"""A run directory as the page shows it: name, status, scores, config, versions, curves and evaluations."""
+"""Read a run directory for the page: name, status, scores, config, versions, curves and evaluations."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ddp_trainer.report.lanes import read_lanes
 from ddp_trainer.report.metrics import Metrics, read_metrics
 
 MAX_KEYS, MAX_DEPTH, MAX_ITEMS = 1_000, 12, 50
-"""Maximum keys of a config, levels of its sections, and items of a list that are shown: YAML can be endless."""
+"""Maximum number of keys of a config, of nested levels, and of items of a list that are shown: YAML can be endless."""
 MAX_PICTURE_BYTES, MAX_PICTURE_SIDE = 8 * MB, 8192
 PICTURES = {
     "first_batch": ("First training batch", "The first images of training, after augmentation."),
@@ -40,25 +40,25 @@ class Run:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a value was not finite after the last summary; with on_nonfinite=skip a run can go on after that."""
+        """Whether a non-finite value occurred after the step in summary.json; an earlier one may have been skipped."""
         steps = whole(self.summary.get("steps"))
         return self.metrics.nonfinite is not None and (steps is None or self.metrics.nonfinite.step > steps)
 
     @property
     def status(self) -> str:
-        """How the run ended, in a few words."""
+        """How the run ended, in words: its status in summary.json, "diverged" or "not finished"."""
         if self.has_diverged:
             return "diverged"
         return text(self.summary.get("status"), length=40).replace("_", " ") or "not finished"
 
     @property
     def outcome(self) -> str:
-        """How the run ended: good if it finished, bad if it diverged, else open."""
+        """The kind of `status`: "good" if the run finished, "bad" if it diverged, else "open"."""
         return "bad" if self.has_diverged else "good" if self.status in ("finished", "max steps") else "open"
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about what went wrong in the run."""
+        """A sentence about a non-finite value or a missing summary.json; an empty list if neither occurred."""
         if self.metrics.nonfinite is not None:
             step, reason = self.metrics.nonfinite.step, self.metrics.nonfinite.reason
             what = "The training diverged" if self.has_diverged else "A value was not finite"
@@ -68,7 +68,7 @@ class Run:
         return []
 
     def facts(self) -> dict[str, str]:
-        """Return the numbers of the overview by name; unknown numbers are left out."""
+        """Return the texts of the overview by name: steps, epochs, duration, ranks, speed, device; if known."""
         steps, speed = whole(self.summary.get("steps")), number(self.summary.get("images_per_second"))
         shown = {
             "steps": f"{steps if steps is not None else self.last_step:,}",
@@ -81,7 +81,7 @@ class Run:
         return {name: value for name, value in shown.items() if value}
 
     def scores(self) -> dict[str, str]:
-        """Return the accuracies of the run as percentages by name; unknown accuracies are left out."""
+        """Return last and best top-1 of the run, by name, as text in percent; unknown ones are left out."""
         split = text(self.summary.get("eval/split"), length=40) or "evaluation"
         values = {f"{split} top-1": self.summary.get("eval/top1", self.last_value("eval/top1")),
                   "best top-1": self.summary.get("best_top1")}  # fmt: skip
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The highest step in metrics.jsonl; 0 without records."""
+        """The highest step in metrics.jsonl; 0 if it has no records."""
         return max((table.steps[-1] for table in self.metrics.tables), default=0)
 
     @property
@@ -100,18 +100,18 @@ class Run:
 
     @property
     def world_sizes(self) -> str:
-        """The world sizes of the launches, without repeats; if they are unknown, the world size in the summary."""
+        """The world sizes of the launches as text, such as ``2 → 4``; if unknown, the world size in summary.json."""
         sizes = [launch.world_size for launch in self.metrics.launches if launch.world_size]
         known = [size for size, _ in groupby(sizes or [whole(self.summary.get("world_size"))]) if size]
         return " → ".join(map(str, known[:8])) + (" …" if len(known) > 8 else "")
 
     def last_value(self, tag: str) -> float | None:
-        """Return the newest value of a tag; None if it was never recorded."""
+        """Return the value of `tag` at the highest step; None if metrics.jsonl has no value of it."""
         found = [(table.steps[-1], table.columns[tag][-1]) for table in self.metrics.tables if tag in table.columns]
         return max(found)[1] if found else None
 
     def pictures(self) -> list[tuple[str, str, Picture]]:
-        """Return title, description and content of the pictures that the loggers wrote."""
+        """Return title, description and content of each picture in the folder pictures that the page shows."""
         limits = {"limit": MAX_PICTURE_BYTES, "max_side": MAX_PICTURE_SIDE}
         return [
             (title, about, picture)
@@ -120,7 +120,7 @@ class Run:
         ]
 
     def slowest_rows(self) -> list[list[str]]:
-        """Return a row for each slowest rank, most frequent first: rank, phase, number and share of log windows."""
+        """Return rows: rank, phase, number and % of log windows with this rank as the slowest; most frequent first."""
         counts = self.metrics.slowest
         return [
             [str(rank), phase or "unknown", f"{count:,}", f"{100 * count / counts.total():.0f} %"]
@@ -128,7 +128,7 @@ class Run:
         ]
 
     def launch_rows(self) -> list[list[str]]:
-        """Return a row for each launch: number, step, ranks, time, and the pause since the last record before it."""
+        """Return a row per launch: number, step, ranks, time in UTC, and the pause since the last record before it."""
         rows = []
         for place, launch in enumerate(self.metrics.launches, start=1):
             when = "" if launch.time != launch.time else f"{datetime.fromtimestamp(launch.time, UTC):%Y-%m-%d %H:%M:%S}"
@@ -142,7 +142,7 @@ class Run:
         return f"python -m ddp_trainer evaluate {shlex.quote(str(self.path))}"
 
     def problems(self) -> list[str]:
-        """Return a sentence about each file that cannot be used."""
+        """Return a sentence about each file of the run, or of its evaluations, that cannot be used."""
         return self.files.problems + [
             f"evaluation/{text(name)}/{problem}"
             for name, folder in self.folders.items()
@@ -151,7 +151,7 @@ class Run:
 
 
 def flatten(tree: dict[Any, Any]) -> dict[str, str]:
-    """Return ``{"optimizer.lr": "0.1", …}`` from nested dicts, of at most `MAX_KEYS` keys."""
+    """Return nested dicts as one dict of texts, such as ``{"optimizer.lr": "0.1"}``, with at most `MAX_KEYS` keys."""
     flat: dict[str, str] = {}
     waiting = [((), tree)]
     while waiting and len(flat) < MAX_KEYS:
@@ -177,14 +177,14 @@ def as_text(value: object, *, depth: int = 2) -> str:
 
 
 def compare(columns: Sequence[dict[str, str]]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return two lists of rows of key and values: of the keys that differ between `columns`, and of all keys."""
+    """Return two lists of rows [key, value of each column]: of keys whose values differ, and of all keys."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *(column.get(key, NOT_SET) for column in columns)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1], rows
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return the names of runs; if two directories have the same name, it includes the parent folders that differ."""
+    """Return a different name for each run: that of its directory, with parent folders if several have this name."""
     parts = [run.path.resolve().parts for run in runs]
     names = []
     for own in parts:
@@ -196,7 +196,7 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in words, for example ``1 h 2 min``; empty if it is unknown."""
+    """Return a duration as text, for example ``1 h 2 min``; an empty text if it is None or negative."""
     if seconds is None or seconds < 0:
         return ""
     if seconds < 60:

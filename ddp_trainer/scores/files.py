@@ -32,8 +32,8 @@ def write_evaluation(
 ) -> None:
     """Write the files of an evaluation to `folder`, all of them or none.
 
-    about: the entries of metrics.json besides the scores. paths: returns the path, or the name, of a sample. read:
-    returns the images uint8 [B, C, H, W] of the samples with the ids int64 [B].
+    about: further entries of metrics.json. paths: a function of a sample's id that returns its path or its name.
+    read: a function of ids, int64 [B], that returns the images of these samples, uint8 [B, C, H, W].
 
     Raises:
         ConfigError, TransientError: a file cannot be written; the old files are then as they were.
@@ -57,7 +57,7 @@ def write_evaluation(
 
 
 def describe(row: list[float], class_names: list[str], paths: Callable[[int], str]) -> dict[str, Any]:
-    """Return the entry of mistakes.json for a row of `SampleResults`."""
+    """Return the entry of mistakes.json for a sample. row: its row in the result of `SampleResults.gather`."""
     number = int(row[ID])
     return {
         "id": number,
@@ -71,7 +71,7 @@ def describe(row: list[float], class_names: list[str], paths: Callable[[int], st
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None in place of each number that is not finite, which JSON cannot express."""
+    """Return `value` with None for each nan or infinity in it, also in nested dicts and lists: JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -81,7 +81,7 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, which replaces `folder` at the end; after an error `folder` is as it was."""
+    """Yield an empty folder that replaces `folder` if the ``with`` block succeeds; else `folder` is left unchanged."""
     new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "old"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

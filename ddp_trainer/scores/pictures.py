@@ -1,4 +1,4 @@
-"""Pictures of scores as PNG files: a confusion matrix, and images with a line of text each."""
+"""Pictures of scores as PNG files: a confusion matrix, images with text below them, and thumbnails."""
 
 import io
 import math
@@ -10,35 +10,35 @@ from torch import Tensor
 
 WHITE, BLACK, BLUE, ORANGE = (255, 255, 255), (30, 30, 30), (31, 119, 180), (214, 96, 20)
 MATRIX, MARGIN, TITLE = 900, 170, 40
-"""Pixels: the largest side of a matrix, the margin for the names of classes, and the height of a title."""
+"""Pixels: the side of a matrix (more for over 900 classes), the margin for class names, the space below."""
 MIN_NAMED, MIN_NUMBERED = 10, 26
-"""Pixels: the smallest cells of a matrix with the names of classes, and of a matrix with numbers in its cells."""
+"""The side of a cell, in pixels, from which the picture of a matrix shows class names, and numbers in its cells."""
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 TILE, CAPTION = 128, 30
 
 
 def png(image: Image.Image) -> bytes:
-    """Return the content of a PNG file with `image`."""
+    """Return `image` as the content of a PNG file."""
     file = io.BytesIO()
     image.save(file, "png")
     return file.getvalue()
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Return a picture of `pixels`, uint8 [C, H, W]; unless C is 1 or 3, of the first channel."""
+    """Return `pixels`, uint8 [C, H, W], as an RGB picture; if C is not 1 or 3, the first channel in gray."""
     shown = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
     return Image.fromarray(shown.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
 
 
 def printable(name: str, *, length: int) -> str:
-    """Return `name` in at most `length` characters, all of which the built-in font has."""
+    """Return `name` cut to `length` characters, with escapes for characters that the built-in font lacks."""
     text = "".join(character if character in " " or character.isprintable() else " " for character in name)
     text = text if text.isascii() else ascii(text)[1:-1]
     return text if len(text) <= length else f"{text[: length - 2]}.."
 
 
 def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
-    """Return a PNG of a confusion matrix, int64 [C, C]: rows are true classes, the shade is the share of a row."""
+    """Return a PNG of a confusion matrix, int64 [C, C]. Rows are true classes; a larger share of its row is darker."""
     size = len(class_names)
     cell = max(1, min(64, MATRIX // size))
     side = max(cell * size, 240)
@@ -60,14 +60,14 @@ def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
 
 
 def shaded(confusion: Tensor) -> Image.Image:
-    """Return a picture with a pixel for each cell: blue on the diagonal, orange elsewhere."""
+    """Return a picture with one pixel per cell of int64 [C, C]: blue on the diagonal (correct), orange elsewhere."""
     share = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()[:, :, None]  # shows small shares
     color = np.where(np.eye(len(confusion), dtype=bool)[:, :, None], BLUE, ORANGE)
     return Image.fromarray((255 - share * (255 - color)).round().astype(np.uint8))
 
 
 def draw_counts(draw: ImageDraw.ImageDraw, confusion: Tensor, cell: int) -> None:
-    """Write the numbers of a confusion matrix into its cells, except zeros."""
+    """Draw each count of `confusion`, int64 [C, C], into its cell of `cell` pixels; a zero is not drawn."""
     totals = confusion.sum(1).tolist()
     for row, counts in enumerate(confusion.tolist()):
         for column, count in enumerate(counts):
@@ -79,7 +79,7 @@ def draw_counts(draw: ImageDraw.ImageDraw, confusion: Tensor, cell: int) -> None
 
 
 def paste_turned(picture: Image.Image, text: str, font: Font, *, bottom: int, center: int) -> None:
-    """Write `text` upwards, beginning at `bottom`."""
+    """Draw `text` turned to read upwards: its start is at y = `bottom`, its middle at x = `center`, in pixels."""
     _, top, right, low = font.getbbox(text)
     label = Image.new("RGB", (max(1, math.ceil(right)), max(1, math.ceil(low - top))), WHITE)
     ImageDraw.Draw(label).text((0, -top), text, BLACK, font)
@@ -88,7 +88,7 @@ def paste_turned(picture: Image.Image, text: str, font: Font, *, bottom: int, ce
 
 
 def captioned_png(images: Sequence[Tensor], captions: Sequence[tuple[str, str]]) -> bytes:
-    """Return a PNG with `images`, uint8 [C, H, W], in rows of eight, each with two lines of text below it."""
+    """Return a PNG of `images`, uint8 [C, H, W] each, eight in a row, with the two lines of its caption below each."""
     columns = min(8, max(1, len(images)))
     height = TILE + CAPTION + 8
     picture = Image.new("RGB", (columns * (TILE + 8), max(1, math.ceil(len(images) / columns)) * height), WHITE)
@@ -102,14 +102,14 @@ def captioned_png(images: Sequence[Tensor], captions: Sequence[tuple[str, str]])
 
 
 def fitted(image: Image.Image, side: int) -> Image.Image:
-    """Return `image` with its longer side scaled to `side` pixels; small images are enlarged without smoothing."""
+    """Return `image` with its longer side scaled to `side` pixels, without smoothing if it at least doubles."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR)
 
 
 def thumbnail_png(pixels: Tensor, *, side: int = 96) -> bytes:
-    """Return a PNG of an image, uint8 [C, H, W], whose longer side is scaled down to `side` pixels, never up."""
+    """Return a PNG of an image, uint8 [C, H, W]. If its longer side is above `side` pixels, it is scaled down."""
     image = to_image(pixels)
     image.thumbnail((side, side))
     return png(image)

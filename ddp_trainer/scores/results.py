@@ -1,4 +1,4 @@
-"""The predictions of a model, sample by sample, gathered over ranks."""
+"""The predictions of a model as one row of numbers per sample, gathered from all ranks."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,17 @@ from torch.nn.functional import cross_entropy
 from ddp_trainer.distributed.process_group import World
 
 ID, LABEL, PREDICTION, LOSS, CONFIDENCE, IN_TOP5 = range(6)
-"""The columns of the rows of `SampleResults`."""
+"""Indices of the six columns in the rows that `SampleResults` returns."""
 
 
 class SampleResults:
-    """The predictions of a model for the samples of this rank, kept on the device, so that no batch waits for it."""
+    """The predictions for the samples of this rank. They stay on the device, so that the CPU need not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts = [torch.empty(0, 6, dtype=torch.float64, device=device)]
 
     def add(self, logits: Tensor, labels: Tensor, ids: Tensor) -> None:
-        """Add a batch. logits: [B, C], labels: int64 [B], negative for a sample without a label, ids: int64 [B]."""
+        """Add a batch. logits: [B, C]. labels: int64 [B], -100: no label. ids: int64 [B], the sample ids."""
         logits = logits.float()
         prediction = logits.argmax(1)
         confidence = logits.softmax(1).gather(1, prediction[:, None])[:, 0]
@@ -27,14 +27,14 @@ class SampleResults:
         self.parts.append(torch.stack([column.double() for column in columns], 1))
 
     def rows(self) -> Tensor:
-        """Return a row for each sample of this rank that has a label: float64 [n, 6], with the columns above."""
+        """Return a row for each sample of this rank that has a label: float64 [n, 6]; columns are ID to IN_TOP5."""
         rows = torch.cat(self.parts)
         return rows[rows[:, LABEL] >= 0]
 
     def gather(self, world: World) -> Tensor:
-        """Return the rows of all ranks, sorted by id, on the CPU: float64 [N, 6]. Collective.
+        """Return the rows of all ranks, sorted by sample id: float64 [N, 6] on the CPU. Collective.
 
-        The order of the rows is the same at any world size, so all scores computed from them are the same too.
+        The order of the rows does not depend on the world size, so neither do scores computed from the rows.
         """
         own = self.rows()
         lengths = world.all_gather_object(len(own))

@@ -12,12 +12,12 @@ from ddp_trainer.scores.results import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PRE
 
 NUM_BINS = 15
 WORST, WORST_PER_PAIR, NUM_PAIRS = 100, 5, 200
-"""Numbers of mistakes that are listed: of the largest loss, and of each pair; and the number of pairs of classes."""
+"""Number of mistakes listed in all, number listed for each pair of classes, and number of such pairs."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of the predictions in `rows`, float64 [N, 6], the result of `SampleResults.gather`."""
+    """The scores of a model, computed from `rows`: float64 [N, 6], the result of `SampleResults.gather`."""
 
     rows: Tensor
     class_names: list[str]
@@ -29,33 +29,33 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """The mean cross-entropy."""
+        """The mean cross-entropy over samples."""
         return float(self.rows[:, LOSS].mean())
 
     @property
     def top1(self) -> float:
-        """The share of samples whose class was predicted."""
+        """The share of samples whose true class was predicted, in [0, 1]."""
         return float(self.is_correct.double().mean())
 
     @property
     def top5(self) -> float:
-        """The share of samples whose class was among the five with the highest probabilities."""
+        """The share of samples, in [0, 1], whose true class was among the five most probable classes."""
         return float(self.rows[:, IN_TOP5].mean())
 
     @cached_property
     def is_correct(self) -> Tensor:
-        """bool [N]: whether the class of a sample was predicted."""
+        """Whether the true class of each sample was predicted: bool [N]."""
         return self.rows[:, LABEL] == self.rows[:, PREDICTION]
 
     @cached_property
     def confusion(self) -> Tensor:
-        """int64 [C, C]: the number of samples of each class (row) for which each class (column) was predicted."""
+        """The confusion matrix, int64 [C, C]: samples counted by true class (row) and predicted class (column)."""
         size = len(self.class_names)
         cells = (self.rows[:, LABEL] * size + self.rows[:, PREDICTION]).long()
         return torch.bincount(cells, minlength=size * size).view(size, size)
 
     def per_class(self) -> dict[str, dict[str, float | int | None]]:
-        """Return precision, recall, F1 and support by class name; a value that would divide by zero is None."""
+        """Return precision, recall, F1 and support by class name; None where the divisor would be zero."""
         correct, support, predicted = self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0)
         counts = zip(self.class_names, correct.tolist(), support.tolist(), predicted.tolist(), strict=True)
         return {
@@ -69,7 +69,7 @@ class Scores:
         }
 
     def calibration(self) -> list[dict[str, float | int | None]]:
-        """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` bins of confidence."""
+        """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` equal bins of confidence."""
         confidence = self.rows[:, CONFIDENCE]
         bins = (confidence * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
         counts, sums, correct = (
@@ -82,7 +82,7 @@ class Scores:
         ]
 
     def calibration_error(self) -> float:
-        """Return the mean difference between the confidence and the accuracy of a bin, weighted by its samples.
+        """Return the mean over bins of |confidence - accuracy|, each bin weighted by its number of samples.
 
         Source: Guo et al., On Calibration of Modern Neural Networks, 2017 (arXiv 1706.04599).
         """
@@ -92,7 +92,8 @@ class Scores:
     def mistakes(self) -> Tensor:
         """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6].
 
-        They are the `WORST` of all, and the `WORST_PER_PAIR` of each of the `NUM_PAIRS` most frequent pairs of classes.
+        These are the `WORST` of all mistakes, and the `WORST_PER_PAIR` worst for each of the `NUM_PAIRS` most frequent
+        pairs of true and predicted class.
         """
         wrong = self.rows[~self.is_correct]
         wrong = wrong[wrong[:, LOSS].argsort(descending=True, stable=True)]
@@ -107,7 +108,7 @@ class Scores:
         return wrong[kept]
 
     def values(self) -> dict[str, Any]:
-        """Return the content of metrics.json."""
+        """Return all scores by name, as in metrics.json: loss, top1, top5, count, calibration and values per class."""
         return {
             "loss": self.loss,
             "top1": self.top1,
@@ -120,5 +121,5 @@ class Scores:
 
 
 def ids_of(rows: Tensor) -> Tensor:
-    """Return the ids of the samples in `rows`: int64 [N]."""
+    """Return the sample ids in `rows`, float64 [N, 6], as int64 [N]."""
     return rows[:, ID].long()

@@ -7,6 +7,6 @@ from ddp_trainer.launch.launchers.torchrun import TorchrunLauncherConfig
 
 
 def register_launchers() -> None:
-    """Register ``hydra/launcher=torchrun`` and ``slurm``; not in hydra_plugins, which every Hydra program imports."""
+    """Register ``hydra/launcher=torchrun`` and ``slurm`` in this process, not in every program that uses Hydra."""
     for name, schema in (("torchrun", TorchrunLauncherConfig), ("slurm", SlurmLauncherConfig)):
         ConfigStore.instance().store(group="hydra/launcher", name=name, node=schema)

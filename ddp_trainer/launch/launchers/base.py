@@ -38,7 +38,7 @@ class Job:
     """Best top-1, or the error with which the job failed; None: the job has not run yet."""
 
     def finish(self, failure: str | None) -> None:
-        """Set `result` from summary.json, or to an error if the job was stopped or there is a `failure`."""
+        """Set `result`: best top-1 from summary.json, or an error if there is a `failure` or the job was stopped."""
         if failure is None:
             try:
                 summary = Summary.from_json((self.run_dir / "summary.json").read_text())
@@ -52,10 +52,10 @@ class Job:
 
 
 class JobLauncher(Launcher):
-    """Composes and checks jobs, runs them with `run` and returns the best top-1 of each."""
+    """Composes and checks the jobs of a sweep, runs them, and returns the best top-1 of each job."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Prepare for `launch`; raise ConfigError if this process is a rank of torchrun, or for a bad option."""
+        """Keep what `launch` needs; ConfigError if an option is bad, or if torchrun has started this process."""
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         require(
             not read_environment().under_torchrun,
@@ -68,14 +68,14 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def world_size(self, device: Device) -> int:
-        """Return the number of ranks of a job that uses `device`; raise ConfigError if the options do not allow it."""
+        """Return the number of ranks of a job on `device`; ConfigError if the launcher's options do not allow it."""
 
     @abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run and finish all `jobs`; a job that fails must not end the other jobs. Exit if the user stops the sweep."""
+        """Run all `jobs` and set their results; a failed job must not end others. Exits if the user stops the sweep."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run a batch of jobs. Bad configs are reported before any job starts; if all are bad, an error is raised."""
+        """Run jobs and return their results. Print bad configs before a job starts; if all are bad, raise the first."""
         jobs: dict[Path, Job] = {}
         numbered = enumerate(job_overrides, initial_job_idx)
         outcomes = [self.compose(list(overrides), number, jobs) for number, overrides in numbered]
@@ -94,7 +94,7 @@ class JobLauncher(Launcher):
         ]
 
     def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
-        """Return the job of `overrides`, added to `jobs` by its run directory, or the error why it cannot run."""
+        """Return the job for `overrides`, added to `jobs` by run directory, or an error if its config is bad."""
         swept = [override for override in overrides if override not in self.config.hydra.overrides.task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
         try:
@@ -116,7 +116,7 @@ class JobLauncher(Launcher):
 
 
 class Return(JobReturn):
-    """The result of a job; if the job failed, reading it raises the error. Hydra's class would also print the error."""
+    """The result of a job. If the job failed, `return_value` raises the error; Hydra's class would also print it."""
 
     @property
     def return_value(self) -> Any:  # type: ignore[override]
@@ -126,6 +126,6 @@ class Return(JobReturn):
 
 
 def last_error(log: Path) -> str | None:
-    """Return the last error message in the log of a launch; None if there is none."""
+    """Return the text after "error: " in the last such line of the file `log`; None if it has none."""
     errors = re.findall(r"^error: (.+)", log.read_text(errors="replace") if log.exists() else "", re.MULTILINE)
     return errors[-1] if errors else None

@@ -1,6 +1,6 @@
 """``hydra/launcher=slurm``: submits launch/slurm.sbatch for each job of a sweep.
 
-Not built on submitit, because submitit runs pickled functions, with its own batch script and its own requeueing.
+It does not use submitit, which runs pickled functions and has its own batch script and its own requeueing.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from ddp_trainer.launch.launchers.base import Job, JobLauncher, last_error
 
 @dataclass
 class SlurmLauncherConfig:
-    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null: SLURM or the script decides."""
+    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null: SLURM or launch/slurm.sbatch decides."""
 
     _target_: str = "hydra_plugins.ddp_trainer.SlurmLauncher"
     nodes: int = field(default=1, metadata=POSITIVE)
@@ -44,13 +44,13 @@ class SlurmLauncherConfig:
     sbatch_args: list[str] = field(default_factory=list)
     """Further arguments of sbatch, such as --account=me."""
     poll_seconds: float = field(default=5.0, metadata=POSITIVE)
-    """Seconds between two queries for the jobs that have not ended."""
+    """Seconds between two calls of squeue, which lists the jobs that have not ended."""
 
 
 class SlurmLauncher(JobLauncher):
-    """Submits each job and waits until all have left SLURM's queue.
+    """Submits each job to SLURM, and waits until all jobs have left the queue.
 
-    Ctrl-C ends the waiting, but not the jobs; the same command waits for the jobs again.
+    Ctrl-C ends this program, but not the jobs; the same command then waits for the jobs again.
     """
 
     def __init__(self, sbatch_args: Sequence[str], poll_seconds: float, **options: Any) -> None:
@@ -83,7 +83,7 @@ class SlurmLauncher(JobLauncher):
             sys.exit(1)
 
     def submit(self, job: Job, queued: dict[str, str]) -> str:
-        """Submit a job and return its SLURM id; a job whose name is in `queued` is not submitted again."""
+        """Submit a job and return its SLURM id; if `queued` (ids by name) has the job, only return the id."""
         job_file, log = files_of(job)
         if job_id := queued.get(job_file.stem):
             print(f"{job.label}: already in SLURM as {job_id}, {log}", flush=True)
@@ -100,7 +100,7 @@ class SlurmLauncher(JobLauncher):
         return job_id
 
     def finish(self, job_id: str, job: Job) -> None:
-        """Finish a job that has left the queue; if SLURM has no record of it, summary.json has its result."""
+        """Set and print a job's result after it has left the queue; without a record in SLURM, summary.json has it."""
         log, state = files_of(job)[1], ""
         with suppress(TransientError):
             state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
@@ -110,7 +110,7 @@ class SlurmLauncher(JobLauncher):
 
 
 def files_of(job: Job) -> tuple[Path, Path]:
-    """Return the job file and the log of a job. Their stem is the job's name in SLURM, from config and run_dir."""
+    """Return the job file and the log of a job. Their stem, from config and run directory, is its name in SLURM."""
     digest = hashlib.sha256(f"{config_digest(job.config)} {job.run_dir.absolute()}".encode()).hexdigest()
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest[:12]}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
@@ -118,13 +118,13 @@ def files_of(job: Job) -> tuple[Path, Path]:
 
 
 def queued_jobs() -> dict[str, str]:
-    """Return the ids of this user's jobs that have not ended, by name."""
+    """Return the SLURM ids of this user's jobs that have not ended, by job name."""
     lines = slurm("squeue", "--me", "--noheader", "--format=%i %j").splitlines()
     return {name: job_id for job_id, _, name in (line.partition(" ") for line in lines)}
 
 
 def slurm(*command: str) -> str:
-    """Return the output of a SLURM command, run as outside of any job; jobs that it submits use this Python.
+    """Run a SLURM command and return its output. The variables of a SLURM job around this process are not passed on.
 
     ConfigError if it is not installed or sbatch refuses the job, TransientError if squeue fails or SLURM is silent.
     """

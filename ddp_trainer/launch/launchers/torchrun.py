@@ -29,26 +29,26 @@ class TorchrunLauncherConfig:
 
     _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
     nproc_per_node: int | None = field(default=None, metadata=POSITIVE)
-    """Ranks per job; null: the number of the job's GPUs, or without GPUs usable cores / max_parallel."""
+    """Ranks per job; null: one per GPU of the job, or without GPUs the number of usable cores / max_parallel."""
     max_parallel: int = field(default=1, metadata=POSITIVE)
     """Number of jobs that run at the same time; GPUs and cores are split between them."""
 
 
 class TorchrunLauncher(JobLauncher):
-    """Runs each job under a torchrun of its own, `max_parallel` at a time; Ctrl-C stops them gracefully."""
+    """Runs each job in its own torchrun, up to `max_parallel` jobs at a time; Ctrl-C stops all jobs gracefully."""
 
     def __init__(self, nproc_per_node: int | None, max_parallel: int) -> None:
         self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
 
     @cached_property
     def gpus(self) -> list[str]:
-        """The GPUs that this process may use."""
+        """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
         import torch  # takes seconds, and jobs on CPUs do not need it here
 
         return visible_gpus(torch.cuda.device_count())
 
     def gpus_of(self, device: Device, slot: int) -> list[str]:
-        """Return the GPUs of the job in `slot`, from 0 to ``max_parallel - 1``."""
+        """Return the GPUs of the job in `slot`, 0 to ``max_parallel - 1``; an empty list if `device` is cpu."""
         if device is Device.cpu:
             return []
         share = len(self.gpus) // self.max_parallel
@@ -82,7 +82,7 @@ class TorchrunLauncher(JobLauncher):
             sys.exit(0)
 
     def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
-        """Run and finish a job on the GPUs of `slot` and print its output; yield repeatedly while it runs."""
+        """Run a job on the GPUs of `slot`, print its output and set its result; yield repeatedly while it runs."""
         prefix, log, line = f"{job.number}: " if self.max_parallel > 1 else "", folder / f"job-{job.number}.log", b""
         try:
             torchrun = self.start(job, slot, log)
@@ -100,9 +100,9 @@ class TorchrunLauncher(JobLauncher):
         job.finish(failure if code else None)
 
     def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
-        """Start the torchrun of a job on the GPUs of `slot`.
+        """Start torchrun for a job, on the GPUs of `slot`, and return the process.
 
-        Its output goes to the file `log`, because a process of a logger may outlive torchrun and keep a pipe open.
+        It writes to the file `log`, not to a pipe: a logger's process may outlive torchrun and keep a pipe open.
         """
         config, ranks = job.config, self.world_size(job.config.device)
         if self.max_parallel > 1 and config.num_threads == "auto":

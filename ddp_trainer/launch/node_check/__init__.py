@@ -2,7 +2,7 @@
 
 The head (node 0) listens at the port where torchrun's store will listen. On each connection it sends a challenge; a
 node answers with a report and waits for the result. Messages are signed with a key that is derived from the secret that
-the nodes share, or without a secret from their config. Of the config, only keys and digests of values are sent.
+all nodes have; if there is no secret, from the config. The config itself is not sent, only its keys and digests.
 """
 
 import asyncio
@@ -47,42 +47,42 @@ class NodeInfo:
     head: tuple[str, int]
     """Address of node 0, and the port for torchrun's store."""
     timeout: float
-    """How many seconds the nodes wait for each other."""
+    """Seconds for which a node waits for the others."""
     address: str
     versions: dict[str, str]
-    """Values that must be the same on all nodes and need not be secret: versions and the number of nodes."""
+    """Values that must be equal on all nodes and are sent as they are: versions and the number of nodes."""
     config: dict[str, Any]
-    """Values that must be the same on all nodes, by flat key: the config, SECRET and RDZV_ID."""
+    """Values that must be equal on all nodes, by key such as ``optimizer.lr``: the config, SECRET and RDZV_ID."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """Speeds of this node by name, as measured for check.fitness; higher is faster. Empty with check.fitness=false."""
+    """Measured speeds of this node by name; higher is faster. Empty with check.fitness=false."""
     name: str = ""
     """The name of this node: in a SLURM job its name in SLURM, else its host name."""
     run_dir: Path = Path()
     """The run directory of the job, in which the head writes the names of slow nodes."""
 
     def named(self, error: ConfigError | TransientError) -> ConfigError | TransientError:
-        """Return `error` with the rank and address of this node in front."""
+        """Return an error of the same type whose message begins with the rank and address of this node."""
         return type(error)(f"node {self.node_rank} ({self.address}): {error}")
 
     def port_taken(self) -> PortTakenError:
-        """Return the error that another program uses the head's port."""
+        """Return the error that says that another program uses the head's port."""
         return PortTakenError(
             f"port {self.head[1]} is taken on the head {self.head[0]} by another program or job (ss -ltnp on the head "
             "names it): end it, or choose another port on all nodes"
         )
 
     def key(self) -> bytes:
-        """Return the key that signs this job's messages, derived slowly so that trying many configs takes too long."""
+        """Return the key that signs this job's messages. It is slow to compute, so that nobody can try many configs."""
         source = self.config[RDZV_ID] if self.config[SECRET] else self.config
         return hashlib.pbkdf2_hmac("sha256", self._digest(source), b"ddp_trainer", iterations=200_000)
 
     def settings(self, salt: str) -> dict[str, str]:
-        """Return the settings that the head sends to anyone: versions, and 16-bit digests of the config's values."""
+        """Return what the head sends to any client: versions, and a salted 16-bit digest of each config value."""
         digests = {key: self._digest([salt, key, value]).hex()[:4] for key, value in self.config.items()}
         return digests | self.versions | {"salt": salt}
 
     def check_settings(self, head: dict[str, str]) -> None:
-        """Raise ConfigError if `head`, the `settings` of the head, differ from the settings of this node."""
+        """Raise ConfigError if `head`, the result of `settings` on the head, differs from the settings of this node."""
         own = self.settings(head.get("salt", ""))
         keys = [key for key in own | head if own.get(key) != head.get(key)]
         if version := next((key for key in keys if key in self.versions), None):
@@ -98,18 +98,18 @@ class NodeInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A challenge, a report or a result; ValueError for a value that no node sends."""
+    """A message between a node and the head: a challenge, a report or a result. ValueError if a value is not valid."""
 
     rank: int
     address: str
     port: int
-    """A port that the system has chosen, as it does for ranks; the receiver must be able to connect to it."""
+    """A port on which the sender listens, chosen by the system; the receiver tests that it can connect to it."""
     nonce: str = ""
-    """A random text that the signature of the answer covers, so that a recorded answer is not valid again."""
+    """A random text, which the answer's signature includes, so that an answer recorded earlier is not valid."""
     time: float = 0
     settings: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    """The result of `encode_error`; empty in the report of a node that is ready, and in the result if all can start."""
+    """The result of `encode_error`: in a report the node's error, in a result that of the job; empty: no error."""
     speeds: dict[str, float] = field(default_factory=dict)
     name: str = ""
 
@@ -119,13 +119,13 @@ class Message:
         ip_address(self.address)
 
     def encode(self, key: bytes, nonce: str = "") -> bytes:
-        """Return the line that the other side receives: signature, then JSON."""
+        """Return the line to send: signature in hex, then JSON. nonce: that of the message which this one answers."""
         body = json.dumps(asdict(self)).encode()
         return hmac.digest(key, nonce.encode() + body, "sha256").hex().encode() + body + b"\n"
 
 
 async def receive(reader: asyncio.StreamReader, key: bytes, nonce: str, seconds: float) -> tuple[Message, bool]:
-    """Return the next message and whether it is signed with `key`; OSError or ValueError if no valid message comes."""
+    """Return the next message, and whether it is signed with `key`; OSError or ValueError if no valid message comes."""
     async with asyncio.timeout(seconds):
         line = await reader.readline()
     try:
@@ -136,19 +136,19 @@ async def receive(reader: asyncio.StreamReader, key: bytes, nonce: str, seconds:
 
 
 def encode_error(error: Exception | None) -> str:
-    """Return an error's exit code, and its text without control characters; empty for None."""
+    """Return exit code and message of an error as one line, such as ``2 node 1 …``; an empty text for None."""
     text = "".join(character if character.isprintable() else " " for character in str(error))
     return f"{2 if isinstance(error, ConfigError) else 1} {text}"[:MAX_TEXT] if error else ""
 
 
 def raise_error(error: str) -> None:
-    """Raise the error that `encode_error` has encoded, unless the text is empty."""
+    """Raise the ConfigError or TransientError that `encode_error` has made into text; do nothing for an empty text."""
     if error:
         raise (ConfigError if error[0] == "2" else TransientError)(error[2:])
 
 
 def find_slow(speeds: dict[int, dict[str, float]]) -> dict[int, str]:
-    """Return a text about the slowest speed of each slow node, by rank. Two nodes are compared with each other."""
+    """Return by node rank a text about each slow node: which speed is furthest below the median of the other nodes."""
     slow = {}
     for rank, own in speeds.items():
         least = SLOW

@@ -1,4 +1,4 @@
-"""The node check on all nodes but the head: each compares itself with the head, reports, and waits for the result."""
+"""The node check on each node but the head: compare settings with the head, send a report, wait for the result."""
 
 import asyncio
 import os
@@ -13,13 +13,13 @@ from ddp_trainer.launch.network import ANSWER_SECONDS, call_with_timeout, check_
 from ddp_trainer.launch.node_check import RDZV_ID, Message, NodeInfo, PortTakenError, encode_error, raise_error, receive
 
 CLOCK_SECONDS = 5.0
-"""How many seconds clocks may differ: torchrun treats a node whose clock is 15 s behind as dead."""
+"""Seconds by which two clocks may differ. If a clock is 15 s behind, torchrun treats its node as dead."""
 OTHERS_SECONDS = 5.0
-"""For how many seconds a node retries if another program, or the head of another job, listens at the head's port."""
+"""Seconds for which a node tries again if another program, or the head of another job, listens at the head's port."""
 
 
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when all nodes can start, or the elastic job is running; else raise the cause. `error`: that of `node`."""
+    """Return when all nodes can start or the elastic job runs; else raise the reason. error: this node's own."""
     key, result, deadline = node.key(), None, time.monotonic() + node.timeout
     while result is None:
         try:
@@ -34,7 +34,7 @@ async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
 
 
 async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
-    """Connect to the head and return the result; if this raises an error, a later attempt may still succeed."""
+    """Connect to the head, report, and return its result, an encoded error. If this raises, a retry may succeed."""
     try:
         reader, writer = await connect(*node.head)
     except OSError as failure:
@@ -68,7 +68,7 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
 
 
 async def compare(node: NodeInfo, head: Message) -> str:
-    """Return the encoded error that prevents this node from starting with the head; empty if there is none."""
+    """Compare settings and clock with the head's, and test a connection to it; return an encoded error, or ""."""
     behind = head.time - time.time()
     try:
         node.check_settings(head.settings)
@@ -84,7 +84,7 @@ async def compare(node: NodeInfo, head: Message) -> str:
 
 
 def is_running(node: NodeInfo) -> bool:
-    """Return whether torchrun's store of this elastic job is at the head's port."""
+    """Return whether this is an elastic job that already runs: torchrun's store answers at the head's port."""
     if node.min_nodes == node.max_nodes:
         return False
     from torch.distributed import TCPStore  # takes seconds
@@ -99,7 +99,7 @@ def is_running(node: NodeInfo) -> bool:
 
 
 def no_connection(node: NodeInfo, error: OSError) -> TransientError:
-    """Return the error for a head that cannot be reached."""
+    """Return an error for the user that explains `error`, with which the connection to the head has failed."""
     target, seconds = "{}:{}".format(*node.head), f"{node.timeout:.0f} s"
     if isinstance(error, ConnectionError):
         hint = " (a loopback address: each host reaches only itself)" if ip_address(node.head[0]).is_loopback else ""

@@ -14,15 +14,15 @@ from ddp_trainer.launch.network import MAX_BYTES, check_port, connect, listen
 from ddp_trainer.launch.node_check import Message, NodeInfo, encode_error, find_slow, raise_error, receive
 
 REPORT_SECONDS = 10.0
-"""How many seconds a node may take to report: before that it tries to connect to the head again, for up to 4 s."""
+"""Seconds in which a connected node must report. It first tests a connection to the head, for up to 4 s."""
 LINGER_SECONDS = 2.0
-"""How many seconds an elastic job waits for one more node, and the head for the other nodes to read the result."""
+"""Seconds that an elastic job waits for one more node, and that the head waits until the nodes have read the result."""
 MAX_UNKNOWN = 256
-"""Largest number of connections without a signed report: one more connection closes the oldest."""
+"""Maximum number of connections without a signed report; if one more is opened, the oldest is closed."""
 
 
 async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when enough nodes are ready and have the result; else raise the cause. `error`: this node's own error."""
+    """Return when enough nodes are ready and have the result; else raise the reason. error: this node's own."""
     with take_port(node) as listener, listen(node.address, 0) as own_port:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
@@ -31,7 +31,7 @@ async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
 
 
 def take_port(node: NodeInfo) -> socket.socket:
-    """Return a socket that listens at the head's address and port; raise the error if that is not possible."""
+    """Return a socket that listens at the head's address and port; ConfigError or PortTakenError if it cannot."""
     address, port = node.head
     try:
         if node.min_nodes < node.max_nodes:
@@ -49,7 +49,7 @@ def take_port(node: NodeInfo) -> socket.socket:
 
 
 class Server:
-    """Collects the reports of the nodes, and sends the result to each node on its connection."""
+    """Collects the reports of the other nodes, decides whether the job can start, and sends each node this result."""
 
     def __init__(self, node: NodeInfo, *, port: int) -> None:
         self.node, self.key = node, node.key()
@@ -59,12 +59,12 @@ class Server:
         """Connections without a signed report, the oldest first."""
         self.reports: dict[StreamWriter, Message] = {}
         self.strangers: dict[int, str] = {}
-        """By node rank, the address from which a report came that was not signed with the job's key."""
+        """Addresses that have sent a report without a valid signature, by the node rank in the report."""
         self.newest_node = time.monotonic()
         self.deadline = self.newest_node + node.timeout
 
     async def run(self, listener: socket.socket) -> str:
-        """Return the result, when the other nodes have read it."""
+        """Return the result, an encoded error, after the nodes have read it or `LINGER_SECONDS` have passed."""
         # because asyncio would print errors that other programs cause, for example if no file descriptor is left
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         server = await asyncio.start_server(self.serve, sock=listener, limit=MAX_BYTES, backlog=128)
@@ -86,7 +86,7 @@ class Server:
         return self.result.result()
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Exchange messages with a node until it closes the connection; ignore programs without the key."""
+        """Exchange messages with a client until it closes the connection; a client without the key gets no result."""
         self.unknown = [*(other for other in self.unknown if not other.is_closing()), writer]
         if len(self.unknown) > MAX_UNKNOWN:
             self.unknown[0].transport.abort()
@@ -106,7 +106,7 @@ class Server:
             writer.close()
 
     async def answer(self, report: Message, reader: StreamReader, writer: StreamWriter) -> None:
-        """Check a report, and send the result when there is one; OSError if the node has ended."""
+        """Check a node's report, wait for the result and send it to the node; OSError if the node has ended."""
         rank, address = report.rank, report.address
         try:
             raise_error(report.error)
@@ -124,7 +124,7 @@ class Server:
         await closed
 
     def decide(self) -> None:
-        """Set the result when enough nodes are ready, or when the time is over."""
+        """Set the result if enough nodes are ready, or an error if the time is over with too few; else do nothing."""
         node, now, num_ready = self.node, time.monotonic(), 1 + len(self.reports)
         if num_ready == node.max_nodes or (num_ready >= node.min_nodes and now > self.newest_node + LINGER_SECONDS):
             self.set_result(self.slow_nodes())
@@ -144,7 +144,7 @@ class Server:
             self.set_result(encode_error(error))
 
     def slow_nodes(self) -> str:
-        """Exclude slow nodes, and return the encoded error that names them; empty if no node is slow."""
+        """Exclude slow nodes from later starts in SLURM, and return an encoded error; empty if no node is slow."""
         nodes = {0: self.node} | {report.rank: report for report in self.reports.values()}
         slow = find_slow({rank: node.speeds for rank, node in nodes.items()})
         if not slow:
