@@ -50,7 +50,7 @@ class Utilization:
             return None
 
     def of_matmul(self, images_per_second: float) -> float | None:
-        """Return the matmul utilization; None if the operations are unknown. All ranks call this at the same time."""
+        """Return the FLOP/s of the training over those of a matrix product here; None if unknown. All ranks call this."""
         if self.flops_per_image is None:
             return None
         tf32, num_threads = torch.backends.cudnn.allow_tf32, torch.get_num_threads()
