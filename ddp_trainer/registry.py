@@ -105,7 +105,7 @@ def find(group: str, schema: type) -> Choice | None:
 
 
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
-    """Return the object that the builder for the class of `config` makes from `config` and the other arguments.
+    """Call the builder of `group` for the class of `config` with `config`, `args` and `options`; return its object.
 
     Raises:
         PluginError: the object is not of the type `returns`.

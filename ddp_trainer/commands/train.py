@@ -36,7 +36,8 @@ def main(words: Sequence[str]) -> None:
     with errors_as_exit_codes():
         options, overrides = parse_options(TrainOptions, words)
         if options.job_file is not None:
-            require(not overrides, f"{' '.join(overrides)} cannot change a job file: write another with freeze")
+            fix = "leave it out, or write a job file with it: python -m ddp_trainer freeze FILE key=value …"
+            require(not overrides, f"{' '.join(overrides)} cannot change a job file: {fix}")
             train(*read_job(Path(options.job_file)), sweep=None)
             return
     register_launchers()

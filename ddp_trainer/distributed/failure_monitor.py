@@ -262,7 +262,7 @@ class FailureMonitor:
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
 
     def _report(self, lines: list[str], title: str, name: str, text: str, *, since: float) -> None:
-        """Write `text` to the file `name`, and report `lines` and its path. since: unix seconds, the earliest is printed."""
+        """Write `text` to the file `name`, and report `lines` and its path. since: unix seconds of the failure."""
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
         lines = [*lines, f"{title}: {self._write(name, text)}"]
