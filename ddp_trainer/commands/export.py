@@ -22,7 +22,7 @@ from ddp_trainer.distributed.memory import disable_gc
 
 
 class Place(Enum):
-    """Where the preprocessing is done: inside the exported files, or outside, by the program that uses them."""
+    """The place of the preprocessing: inside the exported files, or outside, in the program that uses them."""
 
     inside = "inside"
     outside = "outside"

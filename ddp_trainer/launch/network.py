@@ -1,4 +1,4 @@
-"""Look up host names and routes on this host, listen at ports, and connect with a timeout. Imports no torch."""
+"""Host names and routes on this host, ports to listen at, and connections with a timeout. Imports no torch."""
 
 import asyncio
 import socket
