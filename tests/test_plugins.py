@@ -45,6 +45,8 @@ from ddp_trainer import (
     run,
 )
 from ddp_trainer.config.errors import USER_ERROR
+from ddp_trainer.config.optimizers import OptimizerConfig
+from ddp_trainer.config.schedulers import SchedulerConfig
 from ddp_trainer.data.dataset import build_datasets
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import shutdown
@@ -270,7 +272,8 @@ def test_splits_that_do_not_fit_are_one_error(train: Any, evaluation: Any, messa
 @pytest.mark.parametrize(
     ("group", "base", "returns"),
     [("model", ModelConfig, "Module"), ("data", DataConfig, "Datasets"), ("sync", SyncConfig, "GradientSync"),
-     ("logger", LoggerConfig, "Logger")],
+     ("logger", LoggerConfig, "Logger"), ("optimizer", OptimizerConfig, "Optimizer"),
+     ("scheduler", SchedulerConfig, "Callable")],
 )  # fmt: skip
 def test_a_builder_that_returns_something_else_is_one_error(
     group: str, base: type, returns: str, tmp_path: Path

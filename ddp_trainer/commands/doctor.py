@@ -34,7 +34,7 @@ from ddp_trainer.distributed.stack_exchange import stacks_of
 from ddp_trainer.launch.node_check import SLOW
 from ddp_trainer.launch.node_check.client import CLOCK_SECONDS
 from ddp_trainer.performance.fitness import UNITS, measure_fitness
-from ddp_trainer.performance.timing import median_seconds
+from ddp_trainer.performance.step_timer import median_seconds
 
 MB = 2**20
 RANK_MB = 500  # memory of a rank before it loads any data: 390 MB were measured with torch's CUDA build

@@ -24,8 +24,7 @@ from ddp_trainer.config.sync import DDPConfig, NoSyncConfig, ParameterServerConf
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.performance.costs import VARIANTS, Compute, Network, sent_bytes
-from ddp_trainer.performance.step_timer import PHASES, StepTimer
-from ddp_trainer.performance.timing import median_seconds, synchronize
+from ddp_trainer.performance.step_timer import PHASES, StepTimer, median_seconds, synchronize
 from ddp_trainer.sync.base import flatten, unflatten
 from ddp_trainer.sync.ddp import DDPSync
 from ddp_trainer.training.run import build_step
@@ -87,9 +86,6 @@ def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
 def without_other_ranks(world: World) -> World:
     """Return `world` as it would be if this rank were the only one."""
     return replace(world, rank=0, world_size=1, local_rank=0, local_world_size=1)
-
-
-# --- strategies side by side --------------------------------------------------------------------
 
 
 def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence[str] | None) -> dict[str, Any] | None:
@@ -202,9 +198,6 @@ def about(begun: Start) -> dict[str, Any]:
         "backend": world.backend, "torch": torch.__version__, "threads_per_rank": world.num_threads,
         "config": to_builtins(config),
     }  # fmt: skip
-
-
-# --- a rank alone, and messages -----------------------------------------------------------------
 
 
 def measure_compute(begun: Start, *, steps: int) -> Compute:

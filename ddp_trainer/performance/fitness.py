@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ddp_trainer.performance.timing import synchronize
+from ddp_trainer.performance.step_timer import synchronize
 
 MATMUL, BANDWIDTH = "matrix product", "memory bandwidth"
 UNITS = {MATMUL: "GFLOP/s", BANDWIDTH: "GB/s"}

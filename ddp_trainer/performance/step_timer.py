@@ -1,10 +1,10 @@
-"""The time of a step by phase: waiting for data, forward and backward, exposed communication, the optimizer."""
+"""The time of a training step by phase, and the time of any function, including the work that it starts on a GPU."""
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -135,3 +135,21 @@ def elapsed(start: Instant, end: Instant) -> float:
 def off_processor(start: Instant, end: Instant) -> float:
     """Return the seconds from `start` to `end` in which the thread was on no processor; 0 on a GPU."""
     return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor)) if start.event is None else 0.0
+
+
+def median_seconds(function: Callable[[], Any], device: torch.device, *, times: int = 15, warmup: int = 3) -> float:
+    """Return the median seconds of `times` calls of ``function()``, after `warmup` calls."""
+    seconds = []
+    for _ in range(warmup + times):
+        synchronize(device)
+        began = time.perf_counter()
+        function()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[warmup:])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work; on a CPU, return at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

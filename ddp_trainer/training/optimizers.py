@@ -17,9 +17,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise ConfigError("the model has no parameter that needs a gradient: train some, by a shorter model.freeze")
-    choice = registry.find("optimizer", type(config))
-    assert choice is not None
-    return choice.build(config, trainable, lr=config.scaled_lr(global_batch_size))
+    return registry.build("optimizer", config, trainable, lr=config.scaled_lr(global_batch_size), returns=Optimizer)
 
 
 def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> SGD:

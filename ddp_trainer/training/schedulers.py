@@ -5,6 +5,7 @@ A resumed or prolonged run therefore needs no state of the schedule.
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 from ddp_trainer import registry
 from ddp_trainer.config.schedulers import ConstantConfig, CosineConfig, OneCycleConfig, SchedulerConfig, StepConfig
@@ -15,10 +16,9 @@ Factor = Callable[[int], float]
 
 def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
     """Return the schedule that `config` chooses, with its linear warm-up, as a function of the step."""
-    choice = registry.find("scheduler", type(config))
-    assert choice is not None
+    steps = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
+    after_warmup: Factor = registry.build("scheduler", config, returns=cast(Any, Callable), **steps)
     warmup_steps = round(config.warmup_epochs * steps_per_epoch)
-    after_warmup: Factor = choice.build(config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
     return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after_warmup(step)
 
 
