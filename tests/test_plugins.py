@@ -355,7 +355,7 @@ def test_existing_tests_hold_with_the_choices_of_plugins() -> None:
     """Run the tests that see all choices of a group in a process that has loaded the example."""
     files = ["config/test_config.py", "test_bad_input.py", "commands/test_train.py"]
     pytest_command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files]
-    selected = "test_config or choices_of_each_group or completion_offers or null"
+    selected = "same_defaults or every_key or every_rule or choices_of_each_group or completion_offers or null"
     done = run_command([*pytest_command, "-k", selected], cwd=ROOT / "tests", deadline=240, **PLUGIN)
     assert done.code == 0, done.output
     for group, name in CHOICES.items():

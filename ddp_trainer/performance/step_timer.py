@@ -97,9 +97,7 @@ class StepTimer:
         On a GPU this waits for the device.
         """
         self.enter("between steps")
-        if (event := self.begins[-1][1].event) is not None:
-            event.synchronize()
-        seconds, spent = time.perf_counter() - self.begins[0][1].clock, dict.fromkeys(PHASES.values(), 0.0)
+        seconds, spent = elapsed(self.begins[0][1], self.begins[-1][1]), dict.fromkeys(PHASES.values(), 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):
             spent[PHASES[phase]] += elapsed(start, end)
         self.rates.append(self.steps * images_per_step / seconds)

@@ -94,8 +94,10 @@ def trials(what: str, numbers: range, precision: Precision) -> list[tuple[int, i
     return found
 
 
-@pytest.mark.parametrize("what", ["gradient", "accumulated gradient", "activation", "parameter"])
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    [("gradient", 3), ("accumulated gradient", 3), ("activation", 3), ("parameter", 3), ("activation", 4)],
+)
 def test_a_flipped_bit_is_found_before_it_is_used_and_its_rank_is_named(what: str, ranks: int) -> None:
     results = on_ranks(ranks, trials, what, range(NUM_TRIALS), Precision.fp32, deadline=240)
     assert results == [results[0]] * ranks
@@ -153,8 +155,7 @@ def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int
         return step.check.tolerance is not None, step.count, -1
 
 
-@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
-@pytest.mark.parametrize("what", ["gradient", "parameter"])
+@pytest.mark.parametrize(("precision", "what"), [(Precision.fp32, "parameter"), (Precision.bf16, "gradient")])
 def test_machines_that_round_differently_are_compared_within_a_bound(precision: Precision, what: str) -> None:
     assert on_ranks(3, on_unequal_machines, precision, what, deadline=120) == [(True, 30, 2)] * 3
 

@@ -140,7 +140,7 @@ def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tm
     [job] = write_jobs(tmp_path, "check.fitness=true")
     nodes = [Node(port, rank, job, timeout=60) for rank in (0, 1)]
     while nodes[slow].process.poll() is None:
-        for stop, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGCONT, 0.1)):
+        for stop, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.1)):
             nodes[slow].process.send_signal(stop)
             time.sleep(seconds)
     ended = end_all(*nodes)
