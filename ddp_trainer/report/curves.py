@@ -1,4 +1,4 @@
-"""The curves of a page as compact JSON values: rounded, steps and times as differences, very long tables shortened."""
+"""The curves of the report page as compact JSON values; if they have too many values, the longest are shortened."""
 
 import math
 from bisect import bisect_right
@@ -9,12 +9,12 @@ from typing import Any
 from ddp_trainer.report.metrics import Metrics, Table
 
 MAX_POINTS = 200_000
-"""If all curves of a report have more values than this, the longest tables are shortened."""
+"""If all curves of a report together have more values than this, the longest tables are shortened."""
 DIGITS = 6
 
 
 def rows_allowed(tables: Sequence[Table], *, limit: int = MAX_POINTS) -> int | None:
-    """Return to how many rows the longest tables must be shortened, so that all have `limit` values; None: they fit."""
+    """Return the maximum rows of a table so that all tables together have at most `limit` values; None: no maximum."""
     sizes = [(len(table.steps), len(table.columns)) for table in tables]
     longest = max((rows for rows, _ in sizes), default=0)
 
@@ -29,7 +29,7 @@ def rows_allowed(tables: Sequence[Table], *, limit: int = MAX_POINTS) -> int | N
 def shorten(table: Table, *, rows: int) -> Table:
     """Return `table` with at most `rows` rows: it is cut into intervals, and each interval becomes two rows.
 
-    They keep the interval's first and last step, and the minimum and maximum of each column in order of occurrence.
+    The two rows keep the interval's first and last step, and each column's minimum and maximum in order of occurrence.
     For the phases of a step both rows have the mean, so that the sum of the phases is still the time of a step.
     """
     total, buckets = len(table.steps), max(1, rows // 2)
@@ -54,14 +54,14 @@ def extremes(values: list[float]) -> tuple[float, float]:
 
 
 def means(values: list[float]) -> tuple[float, float]:
-    """Return the mean of `values` twice, as the values of two rows, ignoring nan; (nan, nan) if all are nan."""
+    """Return (mean, mean) of `values`, ignoring nan, for an interval's two rows in `shorten`; nan if all are nan."""
     finite = [value for value in values if value == value]
     mean = sum(finite) / len(finite) if finite else math.nan
     return mean, mean
 
 
 def encode(metrics: Metrics, *, rows: int | None) -> dict[str, Any]:
-    """Return the curves of a run as JSON values for the page. rows: maximum rows of a table; None: no maximum."""
+    """Return a run's curves as JSON values for the report page. rows: maximum rows of a table; None: no maximum."""
     tables = [shorten(table, rows=rows) if rows else table for table in metrics.tables]
     start = start_time(metrics)
     launches = [
@@ -79,7 +79,11 @@ def encode(metrics: Metrics, *, rows: int | None) -> dict[str, Any]:
 
 
 def encode_table(table: Table, start: float) -> dict[str, Any]:
-    """Return a table as JSON values: differences of steps, of times in 10 ms after `start`, and columns by tag."""
+    """Return a table as JSON values: a list of steps, a list of times, and for each tag a list of rounded values.
+
+    Steps and times are stored as differences from the row before. Times are in units of 10 ms after `start`, which is
+    in Unix seconds.
+    """
     times, last = [], 0
     for time in table.times:
         last = ticks(time, start) if not math.isnan(time) else last

@@ -1,4 +1,4 @@
-"""Read the folders evaluation/<checkpoint>-<split>/ of a run, and prepare them for the page."""
+"""Read the folders evaluation/<checkpoint>-<split>/ of a run, and prepare them for the report page."""
 
 import csv
 import heapq
@@ -50,7 +50,7 @@ class Mistake:
 
 
 class Evaluation:
-    """One evaluation folder: its scores, its confusion matrix and its mistakes, the worst first."""
+    """One evaluation folder: its scores, its confusion matrix and its mistakes, those with the largest loss first."""
 
     def __init__(self, files: RunFiles) -> None:
         self.files, self.pictures = files, RunFiles(files.folder)
@@ -69,7 +69,7 @@ class Evaluation:
         return not (self.metrics or self.matrix.names or self.mistakes)
 
     def reference(self, value: object) -> Reference:
-        """Return the class that `value` from a file names or numbers: its index on the page, else its name."""
+        """Return the class with name or index `value`: its index in the page's `classes`, or its name if not there."""
         place = whole(value)
         name = self.class_names[place] if place is not None and place < len(self.class_names) else value
         return self.places.get(name, text(name)) if isinstance(name, str) else text(name)
@@ -111,7 +111,7 @@ class Evaluation:
         }
 
     def encode_classes(self) -> list[list[Any]]:
-        """Return a row per class: class, precision, recall, F1, support; above `MAX_CLASSES`, the lowest F1 only."""
+        """Return [class, precision, recall, F1, support] of all classes, or of the `MAX_CLASSES` with the lowest F1."""
         rows = []
         for name, scores in self.per_class.items():
             values = scores if isinstance(scores, dict) else {}
@@ -120,7 +120,7 @@ class Evaluation:
         return rows if len(rows) <= MAX_CLASSES else sorted(rows, key=lambda row: row[3] or 0)[:MAX_CLASSES]
 
     def encode_mistake(self, mistake: Mistake, with_picture: bool) -> list[Any]:
-        """Return path, both classes, probability, loss, and [width, height, uri] of its picture; None: not shown."""
+        """Return [path, true class, predicted class, its probability, loss, picture: [width, height, uri] or None]."""
         name, picture = mistake.picture, None
         if with_picture and name and self.pictures.holds(name):
             picture = self.pictures.read_picture(name, limit=MAX_THUMBNAIL_BYTES, max_side=MAX_THUMBNAIL_SIDE)
@@ -156,7 +156,11 @@ def read_matrix(files: RunFiles) -> Matrix:
 
 
 def choose(mistakes: Sequence[Mistake], count: int) -> list[int]:
-    """Return up to `count` indices of `mistakes` (worst first): half the worst, half the worst by pair of classes."""
+    """Return up to `count` indices of `mistakes`, in ascending order; `mistakes` must be sorted by descending loss.
+
+    Half of them are the mistakes with the largest loss. The others are taken from the rest: first those with the
+    largest loss of their pair (true class, predicted class), then those with the second largest loss, and so on.
+    """
     taken: Counter[tuple[Reference, Reference]] = Counter()
     ranks = []
     for mistake in mistakes:
@@ -175,7 +179,7 @@ def data_source(data: object) -> str:
 
 
 def encode_calibration(bins: object) -> list[list[Any]]:
-    """Return a row for each bin of confidence: mean confidence, accuracy and count; None for a damaged number."""
+    """Return [mean confidence, accuracy, count] of each bin of confidence, with None in place of a damaged number."""
     parts = [part for part in bins if isinstance(part, dict)] if isinstance(bins, list) else []
     return [[optional(part.get(key)) for key in ("confidence", "accuracy", "count")] for part in parts[:100]]
 

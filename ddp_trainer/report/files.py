@@ -75,7 +75,10 @@ class RunFiles:
             self.unreadable(name, error)
 
     def read_records(self, name: str, *, limit: int) -> Iterator[dict[str, Any] | None]:
-        """Yield the dict in each line of a JSON Lines file; None for a line that is damaged or has no step."""
+        """Yield the dict in each line of a JSON Lines file; None for a line that is damaged or has no step.
+
+        limit: maximum bytes that are read; later lines are left out.
+        """
         for line in filter(str.strip, self.read_lines(name, limit=limit)):
             try:
                 record = json.loads(line)

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 @dataclass(slots=True)
 class Lanes:
-    """The own times of several ranks (lanes), in columns that each stand for one step or several steps."""
+    """A lane for each of several ranks: its own time (without waiting for others) in columns of one or more steps."""
 
     title: str
     ranks: list[int]
@@ -42,7 +42,7 @@ class Lanes:
     """For each column the index in `ranks` of the slowest rank, and its slow phase; None with fewer than 2 ranks."""
 
     def rows(self) -> list[list[str]]:
-        """Return a row for each of the slowest ranks: rank, mean own time, difference from the median of all ranks."""
+        """Return texts of the 16 slowest ranks: rank, mean ms per step without waiting, % above the ranks' median."""
         means = {rank: mean([value for value in lane if value is not None])
                  for rank, lane in zip(self.ranks, self.own_ms, strict=True)}  # fmt: skip
         middle = median(means.values()) or 1.0
@@ -50,19 +50,19 @@ class Lanes:
         return [[str(rank), f"{means[rank]:,.2f} ms", f"{100 * (means[rank] / middle - 1):+.1f} %"] for rank in slowest]
 
     def encode(self) -> dict[str, Any]:
-        """Return the lanes as JSON values for the page, times rounded to three digits."""
+        """Return the lanes as JSON values for the report page, times in milliseconds with three significant digits."""
         rounded = [[None if value is None else float(f"{value:.3g}") for value in lane] for lane in self.own_ms]
         return {"title": self.title, "ranks": self.ranks, "steps": self.steps, "own": rounded, "worst": self.worst}
 
 
 def read_lanes(files: RunFiles) -> list[Lanes]:
-    """Return the lanes of the whole run (ranks.jsonl) and of its last minutes (flight/), as far as they exist."""
+    """Return `Lanes` (times by rank) of the whole run (ranks.jsonl) and of its last minutes (flight/), if recorded."""
     found = [build_lanes(entries_of_run(files), WHOLE), build_lanes(entries_of_flight(files), LAST)]
     return [lanes for lanes in found if lanes is not None]
 
 
 def entries_of_run(files: RunFiles) -> Iterator[Entry]:
-    """Yield the entries of ranks.jsonl. A row of this file has, for each phase, a list with a time per rank."""
+    """Yield an `Entry` for each rank in each row of ranks.jsonl. A row has, for each phase, a list: each rank's ms."""
     for row in filter(None, files.read_records("ranks.jsonl", limit=64 * MB)):
         lists = {name: value for name, value in row.items() if name not in NOT_TIMES and isinstance(value, list)}
         for rank in range(min(map(len, lists.values()), default=0)):
@@ -70,7 +70,7 @@ def entries_of_run(files: RunFiles) -> Iterator[Entry]:
 
 
 def entries_of_flight(files: RunFiles) -> Iterator[Entry]:
-    """Yield the entries of the files flight/rank-<rank>.jsonl. A row has one time for each phase."""
+    """Yield an `Entry` for each row of flight/rank-<rank>.jsonl (written at a failure), with milliseconds by phase."""
     with suppress(OSError):
         names = sorted(path.name for path in (files.folder / "flight").glob("rank-*.jsonl"))
         for name in names[:MAX_FILES]:
@@ -88,7 +88,11 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
-    """Return `entries` as lanes, with at most `MAX_RANKS` ranks and `MAX_COLUMNS` columns; None if there are none."""
+    """Return a lane (times by column) for each rank in `entries`; None if no entry has a time.
+
+    Of more than `MAX_RANKS` ranks, the slowest are kept. A column is a step. If there are more than `MAX_COLUMNS`
+    steps, or `MAX_CELLS` times, a column has the means of several steps.
+    """
     known = [entry for _, entry in zip(range(MAX_ENTRIES), entries, strict=False) if entry.phases]
     if not known:
         return None
@@ -113,7 +117,7 @@ def build_lanes(entries: Iterable[Entry], title: str) -> Lanes | None:
 
 
 def slowest(times: list[dict[str, float] | None]) -> tuple[int, str] | None:
-    """Return the slowest rank's index, and its phase that most exceeds the others'; None with fewer than 2 ranks."""
+    """Return the slowest rank's index and the phase where it most exceeds the other ranks; None: fewer than 2 ranks."""
     known = {place: one for place, one in enumerate(times) if one}
     if len(known) < 2:
         return None

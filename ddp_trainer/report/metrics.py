@@ -63,7 +63,7 @@ class Metrics:
     nonfinite: NonFinite | None = None
     steps_per_epoch: int | None = None
     slowest: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """The number of log windows in which a rank was the slowest, by rank and phase."""
+    """The number of records that name a straggler (a rank that slows down the others), by its rank and phase."""
 
 
 class Records:
@@ -81,7 +81,7 @@ class Records:
         self.last_time = UNKNOWN_TIME
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record, which must have a step, to `launches` if it is a launch, else as a row of values."""
+        """Add a record with a step: to `launches` if it marks a start or resume of the run, else as a row of values."""
         step, time = record["step"], number(record.get("time"))
         time = UNKNOWN_TIME if time is None or not 0 < time < YEAR_3000 else float(time)
         epoch = whole(record.get("epoch"))
@@ -116,14 +116,14 @@ class Records:
         values.append(math.nan if finite is None else finite)
 
     def tables(self) -> list[Table]:
-        """Return all values as tables; tags that occur in exactly the same rows share a table."""
+        """Return all values as tables; tags that occur in exactly the same records share a table."""
         groups: dict[bytes, list[str]] = {}
         for tag, (rows, _) in self.columns.items():
             groups.setdefault(rows.tobytes(), []).append(tag)
         return [self.table(tags) for tags in groups.values()]
 
     def table(self, tags: list[str]) -> Table:
-        """Return the table of `tags`, which must all occur in the same rows, sorted by step."""
+        """Return the table of `tags`, which must all occur in the same records, sorted by step."""
         rows = self.columns[tags[0]][0]
         order = sorted(range(len(rows)), key=lambda place: self.steps[rows[place]])
         return Table(
@@ -169,7 +169,7 @@ def read_metrics(files: RunFiles) -> Metrics:
 
 
 def read_log(files: RunFiles) -> Metrics:
-    """Return launches, steps per epoch and non-finite loss from train.log, without times: they lack a time zone."""
+    """Return launches, steps per epoch and non-finite step from train.log; not its times, which lack a time zone."""
     found = Metrics()
     for line in files.read_lines("train.log", limit=MAX_LOG):
         if match := LAUNCH.search(line):

@@ -1,4 +1,4 @@
-"""Read a run directory for the page: name, status, scores, config, versions, curves and evaluations."""
+"""Read a run directory for the report page: name, status, scores, config, versions, curves and evaluations."""
 
 import shlex
 from collections.abc import Sequence
@@ -40,7 +40,10 @@ class Run:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a non-finite value occurred after the step in summary.json; an earlier one may have been skipped."""
+        """Whether a value was not finite after the step in summary.json, or at any step if summary.json has none.
+
+        An earlier value does not count: the training went on after it, for example because such updates are skipped.
+        """
         steps = whole(self.summary.get("steps"))
         return self.metrics.nonfinite is not None and (steps is None or self.metrics.nonfinite.step > steps)
 
@@ -58,7 +61,7 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence about a non-finite value or a missing summary.json; an empty list if neither occurred."""
+        """A list of at most one sentence: about a non-finite value, or else about a missing summary.json."""
         if self.metrics.nonfinite is not None:
             step, reason = self.metrics.nonfinite.step, self.metrics.nonfinite.reason
             what = "The training diverged" if self.has_diverged else "A value was not finite"
@@ -68,7 +71,7 @@ class Run:
         return []
 
     def facts(self) -> dict[str, str]:
-        """Return the texts of the overview by name: steps, epochs, duration, ranks, speed, device; if known."""
+        """Return what is known of steps, epochs, duration, ranks, speed and device: texts by name for the overview."""
         steps, speed = whole(self.summary.get("steps")), number(self.summary.get("images_per_second"))
         shown = {
             "steps": f"{steps if steps is not None else self.last_step:,}",
@@ -111,7 +114,7 @@ class Run:
         return max(found)[1] if found else None
 
     def pictures(self) -> list[tuple[str, str, Picture]]:
-        """Return title, description and content of each picture in the folder pictures that the page shows."""
+        """Return title, description and content of those pictures in the run's folder pictures/ that the page shows."""
         limits = {"limit": MAX_PICTURE_BYTES, "max_side": MAX_PICTURE_SIDE}
         return [
             (title, about, picture)
@@ -120,7 +123,10 @@ class Run:
         ]
 
     def slowest_rows(self) -> list[list[str]]:
-        """Return rows: rank, phase, number and % of log windows with this rank as the slowest; most frequent first."""
+        """Return texts [rank, phase, count, percentage] of up to 10 stragglers (ranks that slow down the others).
+
+        count: log records that name this rank and phase, largest first; percentage: of all records with a straggler.
+        """
         counts = self.metrics.slowest
         return [
             [str(rank), phase or "unknown", f"{count:,}", f"{100 * count / counts.total():.0f} %"]
@@ -164,7 +170,7 @@ def flatten(tree: dict[Any, Any]) -> dict[str, str]:
 
 
 def as_text(value: object, *, depth: int = 2) -> str:
-    """Return a value of a config as YAML writes it in one line."""
+    """Return a config's value as YAML writes it in one line; lists below `depth` levels, and dicts, as `repr` does."""
     match value:
         case None:
             return "null"

@@ -38,7 +38,7 @@ def printable(name: str, *, length: int) -> str:
 
 
 def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
-    """Return a PNG of a confusion matrix, int64 [C, C]. Rows are true classes; a larger share of its row is darker."""
+    """Return a PNG of `confusion`, int64 [true, predicted class]; the larger a cell's share of its row, the darker."""
     size = len(class_names)
     cell = max(1, min(64, MATRIX // size))
     side = max(cell * size, 240)
@@ -60,14 +60,14 @@ def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
 
 
 def shaded(confusion: Tensor) -> Image.Image:
-    """Return a picture with one pixel per cell of int64 [C, C]: blue on the diagonal (correct), orange elsewhere."""
+    """Return `confusion`, int64 [classes, classes], as one pixel per cell: blue on the diagonal, orange elsewhere."""
     share = (confusion / confusion.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()[:, :, None]  # shows small shares
     color = np.where(np.eye(len(confusion), dtype=bool)[:, :, None], BLUE, ORANGE)
     return Image.fromarray((255 - share * (255 - color)).round().astype(np.uint8))
 
 
 def draw_counts(draw: ImageDraw.ImageDraw, confusion: Tensor, cell: int) -> None:
-    """Draw each count of `confusion`, int64 [C, C], into its cell of `cell` pixels; a zero is not drawn."""
+    """Draw each count of `confusion`, int64 [classes, classes], into its cell of `cell` pixels; a zero is not drawn."""
     totals = confusion.sum(1).tolist()
     for row, counts in enumerate(confusion.tolist()):
         for column, count in enumerate(counts):

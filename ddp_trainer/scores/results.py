@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from ddp_trainer.distributed.process_group import World
 
 ID, LABEL, PREDICTION, LOSS, CONFIDENCE, IN_TOP5 = range(6)
-"""Indices of the six columns in the rows that `SampleResults` returns."""
+"""Indices of the six columns in the rows that `SampleResults` returns. CONFIDENCE: probability of the prediction."""
 
 
 class SampleResults:
@@ -27,14 +27,15 @@ class SampleResults:
         self.parts.append(torch.stack([column.double() for column in columns], 1))
 
     def rows(self) -> Tensor:
-        """Return a row for each sample of this rank that has a label: float64 [n, 6]; columns are ID to IN_TOP5."""
+        """Return id, label, prediction, loss, confidence, in top 5 of this rank's n labeled samples: float64 [n, 6]."""
         rows = torch.cat(self.parts)
         return rows[rows[:, LABEL] >= 0]
 
     def gather(self, world: World) -> Tensor:
-        """Return the rows of all ranks, sorted by sample id: float64 [N, 6] on the CPU. Collective.
+        """Return the rows of the N labeled samples of all ranks, sorted by id: float64 [N, 6] on the CPU. Collective.
 
-        The order of the rows does not depend on the world size, so neither do scores computed from the rows.
+        Columns: id, label, prediction, loss, confidence, in top 5. The order of the rows does not depend on the world
+        size, so neither do scores computed from the rows.
         """
         own = self.rows()
         lengths = world.all_gather_object(len(own))

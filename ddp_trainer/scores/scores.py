@@ -1,4 +1,4 @@
-"""Scores that are computed from the predictions for all samples: confusion matrix, values per class, calibration."""
+"""Scores computed from the predictions for all samples: loss, accuracy, confusion matrix, F1 per class, calibration."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -90,10 +90,10 @@ class Scores:
         return sum(abs(part["confidence"] - part["accuracy"]) * part["count"] for part in bins) / max(1, self.count)
 
     def mistakes(self) -> Tensor:
-        """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6].
+        """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6], with the columns of `rows`.
 
-        These are the `WORST` of all mistakes, and the `WORST_PER_PAIR` worst for each of the `NUM_PAIRS` most frequent
-        pairs of true and predicted class.
+        These are the `WORST` mistakes with the largest loss, and for each of the `NUM_PAIRS` most frequent pairs (true
+        class, predicted class) the `WORST_PER_PAIR` mistakes with the largest loss.
         """
         wrong = self.rows[~self.is_correct]
         wrong = wrong[wrong[:, LOSS].argsort(descending=True, stable=True)]
@@ -108,7 +108,7 @@ class Scores:
         return wrong[kept]
 
     def values(self) -> dict[str, Any]:
-        """Return all scores by name, as in metrics.json: loss, top1, top5, count, calibration and values per class."""
+        """Return the scores as in metrics.json: loss, top1, top5, count, calibration_error, calibration, per_class."""
         return {
             "loss": self.loss,
             "top1": self.top1,
@@ -121,5 +121,5 @@ class Scores:
 
 
 def ids_of(rows: Tensor) -> Tensor:
-    """Return the sample ids in `rows`, float64 [N, 6], as int64 [N]."""
+    """Return the sample ids of `rows`, float64 [N, 6] as from `SampleResults.gather`, as int64 [N]."""
     return rows[:, ID].long()
