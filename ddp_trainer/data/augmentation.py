@@ -1,4 +1,4 @@
-"""Augmentation of whole batches: parameters are drawn once an epoch for every position, and applied by index."""
+"""Augmentation of batches. Random choices are drawn for each position in an epoch's sample order, or for each batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +62,10 @@ class Augmentation:
         return params
 
     def _boxes(self, u: Tensor) -> Tensor:
-        """Return rectangles, int64 [N, 4], of 2 to 33 % of the area and aspect 0.3 to 3.3. u: random [5, N] in [0, 1).
+        """Return rectangles to blank, int64 [N, 4]: top, left, bottom, right. u: random numbers in [0, 1), [5, N].
+
+        Bottom and right are exclusive. Rectangles have 2 to 33 % of the image's area and a ratio of height to width of
+        0.3 to 3.3, as far as that fits; they are empty with probability 1 - random_erasing.
 
         Source: Zhong et al., Random Erasing Data Augmentation, 2017 (arXiv 1708.04896).
         """
@@ -80,7 +83,7 @@ class Augmentation:
         return torch.nn.functional.pad(images, (pad, pad, pad, pad)) if pad else images
 
     def crop(self, padded: Tensor, params: AugmentationParams) -> Tensor:
-        """Return the images cropped and flipped. padded: uint8 [B, C, H+2p, W+2p] -> [B, C, H, W]."""
+        """Return the images cropped and flipped: uint8 [B, C, H+2p, W+2p], padded by p pixels -> [B, C, H, W]."""
         images = padded
         if params.offsets is not None:
             windows = padded.unfold(2, self.height, 1).unfold(3, self.width, 1)  # a view: [B, C, 2p+1, 2p+1, H, W]
@@ -92,7 +95,10 @@ class Augmentation:
         return images
 
     def transform(self, images: Tensor, *, epoch: int, step: int) -> Tensor:
-        """Return images, uint8 [B, C, H, W], after RandAugment and color jitter, drawn once for global batch `step`."""
+        """Return images, uint8 [B, C, H, W], after RandAugment and color jitter.
+
+        All images of the epoch's global batch `step` get the same random operations, on every rank.
+        """
         for transform in self.transforms:
             with torch.random.fork_rng(devices=[]):  # the transforms draw from torch's generator on the CPU
                 torch.default_generator.manual_seed(

@@ -78,8 +78,7 @@ class Datasets:
 def build_datasets(config: DataConfig) -> Datasets:
     """Return the data set that `config` chooses; a validation split, if `config` asks for it, replaces the test split.
 
-    Raises:
-        ConfigError: a file is missing or damaged, or the images do not fit the config.
+    Raises ConfigError if a file is missing or damaged, or the images do not fit the config.
     """
     try:
         datasets = registry.build("data", config, returns=Datasets)
@@ -161,7 +160,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
 
 
 def sample_name(split: Split, index: int) -> str:
-    """Return the name of a sample: its path if it is a file, else its index (in the data set before a split)."""
+    """Return a sample's name: its file's path, else its number; for a `Subset`, its number in the whole data set."""
     if isinstance(split, ImageTensors):
         return f"sample {index}"
     dataset, index = in_whole(split, index)
@@ -213,7 +212,7 @@ def hold_out(datasets: Datasets, fraction: float) -> Datasets:
     require(
         held > 0,
         f"data.validation_fraction={fraction} of {len(order)} training images holds out no image: raise "
-        "data.validation_fraction, and give at least one class more than one image",
+        "data.validation_fraction, or, if every class has a single image, add images",
     )
 
     def select(ids: Tensor) -> Split:

@@ -1,4 +1,4 @@
-"""Decoding of image files of any size and format, and the parts of images that become uint8 [3, S, S]."""
+"""Decoding of image files of any size and format, and crops, scaled to uint8 [3, S, S] (S = data.image_size)."""
 
 import io
 import math
@@ -54,10 +54,7 @@ class BadImageError(Exception):
 def decode(data: Array) -> Tensor:
     """Return the image, or the first frame, of a file as RGB, uint8 [3, H, W], rotated as its EXIF data say.
 
-    data: the content of the file, uint8 [bytes].
-
-    Raises:
-        BadImageError: the file is empty, truncated, too large or not an image.
+    data: the content of the file, uint8 [bytes]. Raises BadImageError if it is empty, truncated, too large or no image.
     """
     Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, of which it only warns, is lower than MAX_PIXELS
     try:
@@ -104,9 +101,12 @@ def pillow_decode(data: Array) -> Tensor:
 
 
 def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:
-    """Return the part that four `draws` in [0, 1) choose: `min_area` to 1 of the area, aspect 3:4 to 4:3 if that fits.
+    """Return a random crop, as (top, left, height, width) in pixels; four random numbers `draws` in [0, 1) choose it.
 
-    Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842): training.
+    Its area is a fraction from `min_area` to 1 of the image's area, and its ratio of width to height is 3:4 to 4:3; a
+    side that would be longer than the image's is shortened.
+
+    Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842), section on training.
     """
     area, aspect, down, right = draws
     area = (min_area + (1 - min_area) * area) * height * width
@@ -117,13 +117,16 @@ def random_box(height: int, width: int, draws: Sequence[float], min_area: float)
 
 
 def center_box(height: int, width: int) -> Box:
-    """Return the square in the center whose side is `CENTER` of the shorter side."""
+    """Return the central square, as (top, left, height, width) in pixels; its side is `CENTER` × the shorter side."""
     side = max(1, round(CENTER * min(height, width)))
     return Box((height - side) // 2, (width - side) // 2, side, side)
 
 
 def crop(image: Tensor, draws: Sequence[float] | None, *, min_area: float, side: int) -> Tensor:
-    """Return a random part of an image, the center if `draws` is None, scaled: uint8 [C, H, W] -> [C, side, side]."""
+    """Return a crop of an image, scaled to `side` × `side` pixels: uint8 [C, H, W] -> [C, side, side].
+
+    draws: four random numbers in [0, 1); None: center crop. min_area: smallest area of a random crop (1: the image).
+    """
     height, width = image.shape[1:]
     box = center_box(height, width) if draws is None else random_box(height, width, draws, min_area)
     return resize(image, box, (side, side))
@@ -137,9 +140,10 @@ def resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
 
 
 def shrink(image: Tensor, short_side: int) -> Tensor:
-    """Return an image whose short side is scaled down to `short_side`, never up; ends beyond `MAX_ASPECT` are cut off.
+    """Return an image scaled down so that its short side is `short_side`: uint8 [3, H, W] -> [3, h, w].
 
-    image: uint8 [3, H, W] -> [3, h, w].
+    A smaller image is not scaled up. If the long side is more than `MAX_ASPECT` times the short side, equal parts at
+    both of its ends are cut off.
     """
     height, width = image.shape[1:]
     longest = MAX_ASPECT * min(height, width)

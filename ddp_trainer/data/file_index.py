@@ -30,7 +30,7 @@ NUM_CHECKED_FILES = 1000
 
 Array = np.ndarray[Any, np.dtype[Any]]
 File = tuple[bytes, int, int]
-"""Name, size in bytes, and time of the last change in ns."""
+"""Name relative to the root folder, size in bytes, and modification time in ns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +89,8 @@ class FileIndex:
 def load_index(root: Path, cache_dir: Path) -> FileIndex:
     """Return the index of `root`: the index saved in `cache_dir` if it is current, else a new one, which is saved.
 
-    The processes of a node scan one at a time. If `cache_dir` cannot be written, each process scans.
-
-    Raises:
-        ConfigError: a folder cannot be read.
+    The processes of a node scan one at a time. If `cache_dir` cannot be written, each process scans. If a folder cannot
+    be read, raises ConfigError, or TransientError where the user cannot change the cause.
     """
     path = cache_dir / f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.index"
     if (saved := read_index(path, root)) is not None:
@@ -107,7 +105,7 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
 
 
 def scan(root: Path, path: Path) -> FileIndex:
-    """Scan `root` and return its index, with `saved_in=path`.
+    """Scan `root` and return its index, which is not saved yet; `path` is the file in which it can be saved.
 
     If a folder cannot be read, raises ConfigError, or TransientError where the user cannot change the cause.
     """
@@ -148,7 +146,10 @@ def index_files(paths: Sequence[Path], labels: Sequence[int], class_names: list[
 def build_index(
     root: Path, saved_in: Path, class_names: list[str], parts: Sequence[list[File]], folders: dict[bytes, int]
 ) -> FileIndex:
-    """Return the index of `parts`, the files of each class, and `folders`, the time in ns of each folder."""
+    """Return the index of the files below `root`.
+
+    parts: the files of each class; folders: modification time of each folder in ns; saved_in: the file for the index.
+    """
     files = [file for part in parts for file in part]
     numbers = np.array([(len(name), size, changed) for name, size, changed in files], dtype=np.int64).reshape(-1, 3)
     return FileIndex(
@@ -166,7 +167,10 @@ def build_index(
 
 
 def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]) -> Iterator[File]:
-    """Yield each image in `folder` and below it, visit each folder once, and add the times of folders to `folders`."""
+    """Yield name (relative to `root`), size and modification time of each image in `folder` and below it.
+
+    Each folder is read once: its device and inode are added to `visited`, its modification time in ns to `folders`.
+    """
     path = os.path.join(root, folder)
     status = os.stat(path)
     if (status.st_dev, status.st_ino) in visited:  # a link to a folder that was visited
@@ -186,7 +190,7 @@ def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tup
 
 
 def save_index(index: FileIndex) -> FileIndex:
-    """Write `index` to its file, unless a folder has just changed, and return it; a failed write is ignored."""
+    """Write `index` to its file, if that works and no folder changed for `MIN_AGE_SECONDS`; return `index` anyway."""
     if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
         texts = {"names": index.names, "folders": b"\0".join(index.folders)}
         texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))

@@ -1,4 +1,4 @@
-"""A split of image files, each of which is read as uint8 [3, S, S] from the file or from a cache."""
+"""A split of image files: crops of uint8 [3, S, S] (S = data.image_size), read from the files or from a cache."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from ddp_trainer.data.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
 
 BAD_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-"""Errors that make one file unreadable; other errors, such as that of a server that does not answer, may go away."""
+"""Errors that make one file unreadable; other errors, such as a server that does not answer, may be temporary."""
 
 
 class UnreadableFileError(BadImageError):
@@ -25,10 +25,10 @@ class UnreadableFileError(BadImageError):
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """A split of image files. An item is the center of an image, uint8 [3, S, S], and its label."""
+    """A split of image files. An item: the center crop, scaled to uint8 [3, S, S] (S = image_size), and the label."""
 
     def __init__(self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float) -> None:
-        """class_names: all classes of `files`, in the order of the labels. min_crop_area: see `random_box`."""
+        """class_names: name of each label. min_crop_area: smallest area of a random crop, as a share of the image."""
         self.files, self.image_size, self.min_crop_area = files, image_size, min_crop_area
         same = files.class_names == class_names  # names need not be unique: ImageNet has two "crane"
         labels = torch.tensor([n if same else class_names.index(name) for n, name in enumerate(files.class_names)])
@@ -48,10 +48,12 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return 3, self.image_size, self.image_size
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return a part of an image, which four `draws` in [0, 1) choose (None: its center), and the image's label.
+        """Return a crop of image `index`, scaled to uint8 [3, S, S] (S = image_size), and the image's label.
+
+        draws: four random numbers in [0, 1) that choose the crop; None: the center crop.
 
         Raises:
-            BadImageError: the file cannot be read or decoded. OSError, RuntimeError: the error may go away.
+            BadImageError: the file cannot be read or decoded. OSError, RuntimeError: another error, perhaps temporary.
         """
         image = self.decode(index) if self.cache is None else self.cache[index]
         return crop(image, draws, min_area=self.min_crop_area, side=self.image_size), int(self.labels[index])
@@ -88,7 +90,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         )  # fmt: skip
 
     def shrunk(self, index: int, side: int) -> Tensor:
-        """Return an image scaled down for the cache. The cache records a BadImageError; other errors end the build."""
+        """Return image `index` for the cache, scaled down so that its short side is `side` pixels.
+
+        If the image cannot be decoded, the cache records the BadImageError; other errors end the building of the cache.
+        """
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:

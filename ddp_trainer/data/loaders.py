@@ -89,7 +89,8 @@ class TrainLoader:
     def positions(self, steps: range) -> list[slice] | Tensor:
         """Return, for each of `steps`, the positions in the epoch's order of the samples that this rank reads.
 
-        With mixing on several ranks: int64 [steps, 2 · B], B positions, then those of the images to mix with.
+        With mixup or CutMix and more than one rank, they are int64 [steps, 2 · B]: the B positions of this rank's
+        samples, then the positions of the samples to mix them with. Else, they are one slice for each step.
         """
         sampler = self.sampler
         if self.mixing is None or sampler.num_replicas == 1:
@@ -99,14 +100,17 @@ class TrainLoader:
         return torch.tensor(steps)[:, None] * size + torch.cat([places, (places + 1) % size])
 
     def augment(self, pixels: Tensor, params: AugmentationParams, *, step: int) -> Tensor:
-        """Return the augmented and normalized images: uint8 [B, C, H, W] -> float32 [B, C, H, W]."""
+        """Return images of the epoch's global batch `step`, augmented and normalized: uint8 [B, C, H, W] -> float32."""
         augmentation = self.augmentation
         cropped = augmentation.crop(augmentation.pad(pixels), params)
         changed = augmentation.transform(cropped, epoch=self.sampler.epoch, step=step)
         return augmentation.erase(self.normalize(changed), params)
 
     def mix(self, mixing: Mixing, images: Tensor, labels: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
-        """Return images and labels mixed with the next in the global batch; on one rank, the next in this batch."""
+        """Return each image and its label mixed with the next one in global batch `step`, and the last with the first.
+
+        With one rank, `images` and `labels` are the whole batch; else this rank's samples, then those to mix them with.
+        """
         if self.sampler.num_replicas == 1:
             images, labels = (torch.cat([part, part.roll(-1, 0)]) for part in (images, labels))
         return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))

@@ -46,7 +46,7 @@ class Mixing:
         """Return mixed images [B, C, H, W] and the probability of each class [B, classes].
 
         images: [2 · B, C, H, W], the images of this rank, then the images to mix them with; labels: int64 [2 · B], in
-        the same order. If an image of a pair has no label, all probabilities of the pair are 0.
+        the same order. If a label of a pair is negative (`NO_LABEL`: a bad image), all probabilities of the pair are 0.
         """
         first, second = images.chunk(2)
         if mix.box is None:

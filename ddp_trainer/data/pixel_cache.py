@@ -31,7 +31,7 @@ from ddp_trainer.distributed.files import lock_file, replace_text
 
 PIXELS, RECORDS, BAD = "pixels", "records", "bad.jsonl"
 RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
-"""The record of an image; both sides are 0 if it could not be decoded."""
+"""The record of an image: its sides in pixels (0 if it could not be decoded), and the checksum of its bytes."""
 LOCK_SECONDS = 7 * 24 * 3600.0
 """How long a rank waits for another rank that builds the cache."""
 AHEAD_PER_THREAD = 4
@@ -84,11 +84,12 @@ class PixelCache:
 def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> PixelCache:
     """Return the cache in `folder`; if there is none, one process of this node builds it with `num_threads` threads.
 
-    read: returns image `index`, uint8 [3, H, W], or raises BadImageError.
+    read: returns the image with a number from 0 to count - 1, uint8 [3, H, W], or raises BadImageError. task: the text
+    beside the progress bar.
 
     Raises:
-        ConfigError: the cache cannot be written, or does not fit on the disk.
-        TransientError: another process takes too long to build it.
+        ConfigError: the cache cannot be written, is damaged, or does not fit on the disk.
+        TransientError: another process takes too long to build the cache, or the file system fails.
     """
     try:
         if not folder.is_dir():
@@ -107,8 +108,8 @@ def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_t
 def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> None:
     """Write the cache beside `folder`, continuing a build that was killed, and rename it to `folder`.
 
-    Raises:
-        ConfigError: the disk is full. What was written is removed, because other programs need the space.
+    read, count, task: see `open_cache`. If the disk is full, raises ConfigError after removing what was written,
+    because other programs need the space.
     """
     building = folder.with_name(f"{folder.name}.building")
     building.mkdir(exist_ok=True)
@@ -167,7 +168,7 @@ def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: 
 
 
 def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:
-    """Write the bytes of an image, or the reason why there are none, and return its record."""
+    """Append image `index` to the file `pixels`, or its BadImageError to the file `reasons`; return its `RECORD`."""
     if isinstance(image, BadImageError):
         reasons.write(json.dumps([index, str(image)]) + "\n")
         return np.array((0, 0, 0), RECORD).tobytes()

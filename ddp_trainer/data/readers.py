@@ -32,7 +32,7 @@ class ResidentReader:
         return len(self.labels)
 
     def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield uint8 [B, C, H, W] and int64 [B], on the device, for each int64 [B] of sample ids."""
+        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the device, per batch of ids. crops: ignored."""
         for ids in batches:
             on_device = ids.to(self.labels.device, non_blocking=True)
             yield self.pixels.index_select(0, on_device), self.labels.index_select(0, on_device)
@@ -57,9 +57,10 @@ class SampleReader:
         return num_samples(self.dataset)
 
     def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield uint8 [B, C, H, W] and int64 [B], on the CPU, for each int64 [B] of sample ids.
+        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the CPU, for each int64 [B] of sample ids.
 
-        crops: for each batch, numbers [B, 4] in [0, 1) that choose the crops of image files; None: center crops.
+        A bad image is replaced by `blank`, with the label `NO_LABEL`. crops: for each batch, [B, 4], the four random
+        numbers in [0, 1) that choose the crop of each image file; None: center crops.
 
         Raises:
             RuntimeError: a sample cannot be read, for a reason other than a bad image.
@@ -83,7 +84,7 @@ class SampleReader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> PendingBatch:
-        """Start to read a batch, and return it before threads have written all samples to its rows."""
+        """Start to read a batch; return images, labels and the futures that fill them. draws: its crops, see `read`."""
         with torch.inference_mode(False):  # because threads outside of it write to the tensors
             shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
             images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
@@ -108,7 +109,7 @@ class SampleReader:
         return images, labels, [pool.submit(fill, places[start : start + part]) for start in places[::part]]
 
     def sample(self, index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
-        """Return a sample after checking its shape and its label; ValueError if one is wrong."""
+        """Return a sample; ValueError if shape or label is wrong. draws: four numbers for the crop; None: center."""
         image, label = read_sample(self.dataset, index, draws)
         if image.shape != self.image_shape:
             name, shape, first = sample_name(self.dataset, index), list(image.shape), list(self.image_shape)

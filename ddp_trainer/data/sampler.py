@@ -37,7 +37,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         return len(range(self.rank, self.global_batch_size, self.num_replicas))
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
-        """Set the epoch, and the global batch of the epoch, `step`, from which iterating starts."""
+        """Set the epoch; iterating then starts at global batch `step` of this epoch (0: the first)."""
         super().set_epoch(epoch)
         self.step = step
 

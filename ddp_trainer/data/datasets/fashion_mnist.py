@@ -23,9 +23,9 @@ CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", 
 
 
 def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
-    """Return 60,000 training and 10,000 evaluation images of 28×28 pixels, or the images in data.root.
+    """Return Fashion-MNIST: 60,000 training and 10,000 evaluation images of 28×28 pixels.
 
-    Raises ConfigError if the data is not there, or a file is not valid.
+    Raises ConfigError if an IDX file is missing in data.root (null: in the folder that `locate` finds) or not valid.
 
     Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, 2017 (arXiv 1708.07747).
     """
@@ -41,7 +41,10 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
 
 
 def locate(data_root: str | None) -> Path:
-    """Return the folder of the four files: `data_root`, or if None Debian's or a download; ConfigError if not found."""
+    """Return the folder with the four IDX files of Fashion-MNIST; ConfigError if there is none.
+
+    The folder is `data_root`; if that is None, that of Debian's package dataset-fashion-mnist, else of a download.
+    """
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
     for folder in (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),):
         missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]

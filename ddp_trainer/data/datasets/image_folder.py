@@ -1,4 +1,4 @@
-"""A folder of images: a folder per class, inside folders for training and evaluation, or in one folder to split."""
+"""Images in one folder per class: train/<class> and val/<class>, or just <class> and a random validation split."""
 
 from pathlib import Path
 
@@ -36,8 +36,7 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
 def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
     """Return the images to evaluate in data.root: in its folder test or val if it has one, else in its class folders.
 
-    Raises:
-        ConfigError: there is no image, or a class is not in `class_names`.
+    Raises ConfigError if there is no image, or a class is not in `class_names`.
     """
     root = Path(config.root or "").expanduser()
     require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
@@ -48,7 +47,7 @@ def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles
 
 
 def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
-    """Return the split of the images in `files`, with a cache if `config` asks for it."""
+    """Return the images of `files` as one split (training or evaluation), with a cache if `config` asks for one."""
     min_crop_area = config.augment.random_resized_crop or 1.0
     images = ImageFiles(files, class_names, image_size=config.image_size, min_crop_area=min_crop_area)
     if config.cache is Cache.uint8:
@@ -62,7 +61,7 @@ def cache_folder(config: ImageFilesConfig) -> Path:
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folders for training and evaluation, or if `is_split` one folder to split and None."""
+    """Return the folders of the training and the evaluation images; if `is_split`, the folder of both, and None."""
     if not (root / "train").is_dir():
         require(
             is_split,

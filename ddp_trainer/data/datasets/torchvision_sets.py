@@ -1,4 +1,4 @@
-"""The classification data sets of torchvision, by class name: in memory as torchvision has them, or streamed."""
+"""The classification data sets of torchvision, by class name: in memory if torchvision holds them so, else files."""
 
 import inspect
 import os
@@ -33,8 +33,7 @@ PATHS, LABELS = ("_image_files", "_images"), ("targets", "_labels", "labels")
 def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
     """Return torchvision's data set `config.dataset`.
 
-    Raises:
-        ConfigError: there is no such data set, it is not in data.root, or its samples are not images with a class.
+    Raises ConfigError if there is no such data set, it is not in data.root, or its samples are not images with a class.
     """
     kind = find_class(config.dataset)
     root = Path(config.root).expanduser() if config.root else user_cache() / "torchvision"
@@ -138,7 +137,7 @@ def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig
 
 
 def as_images(data: Any, *, count: int) -> Tensor | None:
-    """Return arrays [N, H, W], [N, H, W, C] or [N, C, H, W] of uint8 as uint8 [N, C, H, W]; None for other data."""
+    """Return uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] as [N, C, H, W]; None if not so, or N != `count`."""
     if not isinstance(data, Tensor | np.ndarray) or len(data) != count:
         return None
     images = torch.as_tensor(data)
