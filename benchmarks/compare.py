@@ -34,7 +34,7 @@ PEERS = {name: script for name, script in SCRIPTS.items() if find_spec(name.lowe
 DEFAULTS, FAST, ONE_RANK = "ddp_trainer", "ddp_trainer, fast recipe", "ddp_trainer, one rank"
 ALIKE, PLAIN_ALIKE, BARE = "ddp_trainer, alike", "plain DDP, alike", "bare loop, alike"
 FAST_RECIPES = {"lenet": "fashion_mnist_lenet_fast"}
-LIKE_FOR_LIKE = (ALIKE, PLAIN_ALIKE, BARE)
+SAME_SETTINGS = (ALIKE, PLAIN_ALIKE, BARE)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 DEADLINE_SECONDS = 1200
 
@@ -49,7 +49,7 @@ class Job:
     steps: int
     window: int
     precision: str
-    """Of the like-for-like comparison, and of all peers."""
+    """Of the comparison with the same settings, and of all peers."""
     device: str
     data: Path
 
@@ -134,7 +134,7 @@ def best_workers(job: Job, script: str) -> int:
 
 def run_rounds(job: Job, *, rounds: int, workers: int | None) -> dict[str, Result]:
     """Run every trainer `rounds` times, interleaved."""
-    results = {name: Result() for name in (*job.as_a_user, *LIKE_FOR_LIKE)}
+    results = {name: Result() for name in (*job.as_a_user, *SAME_SETTINGS)}
     for name, script in PEERS.items():
         results[name].workers = best_workers(job, script) if workers is None else workers
     results[PLAIN_ALIKE].workers = results["plain DDP"].workers
@@ -279,7 +279,7 @@ def main() -> None:
     results = run_rounds(job, rounds=options.rounds, workers=options.workers)
     versions = sorted({result.version for result in results.values()})
     print(f"\nAs a user would run it\n\n{table(results, job.as_a_user, base=best_peer(results))}")
-    print(f"\nLike for like, {job.precision}\n\n{table(results, LIKE_FOR_LIKE, base=PLAIN_ALIKE)}")
+    print(f"\nSame settings, {job.precision}\n\n{table(results, SAME_SETTINGS, base=PLAIN_ALIKE)}")
     if ONE_RANK in results:
         middle, low, high = (rate / job.ranks for rate in ratio(results[DEFAULTS], results[ONE_RANK]))
         print(f"\n{job.ranks} ranks over {job.ranks} times one: {middle:.3f} ({low:.3f}–{high:.3f})")
