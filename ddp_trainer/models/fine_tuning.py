@@ -64,7 +64,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"model.weights={path} needs safetensors: pip install 'ddp_trainer[timm]'") from error
     except Exception as error:  # a file that is not a checkpoint may raise anything
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"model.weights={path} cannot be read ({reason}): give a file of weights") from error
+        raise ConfigError(
+            f"model.weights={path} cannot be read ({reason}): give a file saved by torch.save or a .safetensors file"
+        ) from error
     for section in SECTIONS:
         if isinstance(state, dict) and isinstance(state.get(section), dict):
             state = state[section]
@@ -85,7 +87,11 @@ def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, 
 
 
 def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
-    """Exclude parameters whose names begin with one of `prefixes` from training; ConfigError if one matches none."""
+    """Exclude the parameters that `prefixes` select from training; ConfigError if a prefix matches no parameter.
+
+    A prefix is the name of a module or parameter, or "backbone": all parameters except those of the last layer, which
+    is the last one with `num_classes` outputs.
+    """
     head = head_names(model, num_classes)
     for prefix in prefixes:
         names = [

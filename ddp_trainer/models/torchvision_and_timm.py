@@ -21,7 +21,10 @@ def build_torchvision(
     check_name(config.arch, models.list_models(module=models), library="torchvision")
     options: dict[str, Any] = {}
     if config.arch.startswith("vit_"):
-        require(height == width, f"model.arch={config.arch} needs square images; these have {height}×{width} pixels")
+        require(
+            height == width,
+            f"model.arch={config.arch} needs square images, not {height}×{width}: crop images or change model.arch",
+        )
         options = {"image_size": height}
     elif config.arch == "maxvit_t":
         options = {"input_size": (height, width)}

@@ -15,7 +15,7 @@ FILE = "bad_images.jsonl"
 
 
 class BadSamples:
-    """The samples that any rank could not read. They are listed in the file `FILE` of the run directory."""
+    """The samples that any rank could not read (bad samples), listed in bad_images.jsonl in the run directory."""
 
     def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
         """Keep the list `own`, to which this rank's data readers append the name and reason of each new bad sample."""
@@ -23,7 +23,7 @@ class BadSamples:
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:
-        """Exchange new bad samples between ranks, and list them in the file. Collective: every rank must call this.
+        """Exchange new bad samples between ranks; rank 0 adds them to bad_images.jsonl. Every rank must call this.
 
         Raises:
             ConfigError: on all ranks, if on_bad_image=error and any rank has a new bad sample.
@@ -48,7 +48,7 @@ class BadSamples:
             logger.warning("left out %s: %s%s; all are listed in %s", name, reason, others, self.path)
 
     def write(self) -> None:
-        """Add new bad samples to the file. If this fails, for example on a full disk, only log a warning."""
+        """Add new bad samples to bad_images.jsonl. If this fails, for example on a full disk, only log a warning."""
         try:
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             known = {line["path"]: line["reason"] for line in map(json.loads, lines)}

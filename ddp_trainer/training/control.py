@@ -17,7 +17,7 @@ CONTROL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The decision of a control point: all ranks take the same actions after a step."""
+    """What all ranks do after a step at which they decide together (a control point): log, save, stop."""
 
     log: bool
     save: bool
@@ -34,10 +34,11 @@ class Decision:
 
 
 class ControlPoint:
-    """Decides when to log, save and stop. All ranks get the same decision.
+    """Decides after which optimizer steps to log, save and stop. All ranks get the same decision.
 
-    Apart from the exchange of gradients, a control point is the only place in an epoch where ranks communicate or the
-    host waits for the device: one all-reduce exchanges all flags and sums.
+    Ranks decide together only after some steps, called control points. There, one all-reduce exchanges requests to save
+    and stop, sums of losses and correct predictions, and reports of the ranks, and the host waits for the device. After
+    other steps, this class neither communicates nor waits.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ControlPoint:
         self.saved_at, self.is_save_postponed = time.perf_counter(), False
 
     def begin(self, step: int) -> None:
-        """Begin or resume an epoch when `step` optimizer steps are done. The next step is a control point."""
+        """Begin or resume an epoch after `step` optimizer steps. Ranks decide together after the next step."""
         self.next_step, self.last_step, self.last_time = step, step, time.perf_counter()
 
     def saved(self) -> None:
@@ -65,10 +66,10 @@ class ControlPoint:
         self, step: int, *, is_last: bool, sums: MetricSums, nonfinite: NonFinite, num_bad_samples: int = 0,
         own_report: Callable[[], list[float]] = list,
     ) -> Decision | None:  # fmt: skip
-        """Return the decision after optimizer step `step`, the same on every rank; None if it is no control point.
+        """Return what all ranks do after optimizer step `step`; None if they do not decide together after this step.
 
-        is_last: whether the epoch or the launch ends after this step. num_bad_samples: how many new samples this rank
-        could not read. own_report: returns this rank's numbers for a log point; all ranks return equally many.
+        is_last: whether the epoch or the launch ends after this step. num_bad_samples: how many samples this rank
+        could not read since the last decision. own_report: returns this rank's numbers to log, as many as other ranks'.
         """
         every = self.checkpoint.every_steps
         log = is_last or step % self.log_every_steps == 0

@@ -16,7 +16,7 @@ from ddp_trainer.training.metrics import Evaluation
 def evaluate(
     model: nn.Module, loader: Iterable[Batch], device: torch.device, autocast_dtype: torch.dtype | None = None
 ) -> SampleResults:
-    """Return the loss and prediction of each sample in `loader`, on this rank. `model` stays in evaluation mode."""
+    """Return label, prediction and loss of this rank's samples in `loader`. Leave `model` in evaluation mode."""
     results = SampleResults(device)
     model.eval()
     is_compiled = getattr(model, "_compiled_call_impl", None) is not None

@@ -40,7 +40,10 @@ class GradientCheck:
     """
 
     def __init__(self, step: TrainStep, *, every_steps: int, deterministic: bool) -> None:
-        """Prepare to check `step`; ConfigError if the backend cannot send batches between ranks."""
+        """Prepare to check `step`; ConfigError if the backend cannot send batches between ranks.
+
+        deterministic: whether GPUs repeat results exactly, as CPUs do. If so, equal hardware must give equal bits.
+        """
         require(
             step.world.device.type == "cpu" or step.world.backend != "gloo" or step.world.world_size == 1,
             f"check.every_steps={every_steps} sends batches between ranks, which backend=gloo cannot do for GPUs: use "
@@ -65,7 +68,7 @@ class GradientCheck:
 
     @property
     def is_due(self) -> bool:
-        """Whether to check the next step: every `every_steps` steps, or later, when all ranks have equal parameters."""
+        """Whether to check the next step: every `every_steps` steps, postponed while the ranks' parameters differ."""
         is_later = (self.step.count + 1) // self.every_steps > self.checked // self.every_steps
         return is_later and self.step.sync.is_synchronized
 
@@ -84,10 +87,12 @@ class GradientCheck:
         self._hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in self.parameters]
 
     def compare(self, images: Tensor, labels: Tensor) -> None:
-        """Compare gradients and parameters between ranks, before the update. Collective: every rank must call this.
+        """Compare each rank's gradient with the next rank's for the same images, and the parameters of all ranks.
+
+        images, labels: this rank's batch, as given to `watch`. Collective: every rank must call this.
 
         Raises:
-            CorruptionError: on all ranks, if the gradient or the parameters of one rank differ.
+            CorruptionError: on all ranks, if gradients for the same images differ, or ranks' parameters differ.
         """
         for hook in self._hooks:
             hook.remove()
@@ -111,9 +116,10 @@ class GradientCheck:
             self.decide(owns, agains, third, differing)
 
     def decide(self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]) -> None:
-        """Raise CorruptionError for the rank whose result differs from two equal results, or for an unknown rank.
+        """Raise CorruptionError, which names the rank with wrong gradients, or no rank if the results do not show it.
 
-        own, second, third: float64 [W, n]. Row r: results of ranks r, r + 1, r + 2 (modulo W) for the batch of rank r.
+        own, second, third: float64 [W, n], W = world size. Row r has results of `combine` for the batch of rank r:
+        in `own` the result of rank r, in `second` that of rank r + 1, in `third` that of rank r + 2 (modulo W).
         differing: the numbers of the rows in which `own` and `second` differ.
         """
         votes: Counter[int] = Counter()
@@ -160,7 +166,7 @@ class GradientCheck:
         return wait
 
     def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
-        """Compute the gradient of rank r - `shift` again, from its batch, and return the result of `combine` for it."""
+        """Return the result of `combine` for the gradient of the batch of the rank `shift` before this one."""
         step, world = self.step, self.world
         source = (world.rank - shift) % world.world_size
         buffers = [buffer.clone() for buffer in step.model.buffers()]
@@ -177,15 +183,16 @@ class GradientCheck:
         return self.combine([None if gradient is None else self.describe(gradient) for gradient in total])
 
     def describe(self, gradient: Tensor) -> Tensor:
-        """Return the numbers that are compared in place of `gradient`: float64 [1] for bitwise comparison, else [3]."""
+        """Return sums that are compared in place of `gradient`: float64 [1] for bitwise comparison, else [3]."""
         if self.tolerance is None:
             return bit_sum([gradient]).double()[None]
         flat = gradient.detach().double().contiguous().view(-1)
         signs = 1 - 2 * ((torch.arange(len(flat), device=flat.device) * 2654435761 >> 16) % 2)
+        # sums of the squares, of the elements, and of the elements with pseudo-random signs
         return torch.stack([flat.square().sum(), flat.sum(), (flat * signs).sum()])
 
     def combine(self, prints: Sequence[Tensor | None]) -> Tensor:
-        """Return one vector [n] from the results of `describe` for all parameters; None is a missing gradient."""
+        """Return one vector from `prints`, the results of `describe` for all parameters; None: no gradient."""
         empty = torch.zeros(1 if self.tolerance is None else 3, dtype=torch.float64, device=self.world.device)
         vectors = [empty if one is None else one for one in prints]
         return torch.cat(vectors) if self.tolerance is None else torch.stack(vectors).sum(0)

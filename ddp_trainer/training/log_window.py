@@ -1,4 +1,4 @@
-"""The log window: loss, accuracy, speed and the ranks' own times of the steps between two log points."""
+"""The log window (the steps between two logged ones): loss, accuracy, speed, and each rank's time without waiting."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ddp_trainer.training.step import TrainStep
 
 
 class LogWindow:
-    """Records the steps since the last log point. Collective: every rank must construct one."""
+    """Records the steps since values were last logged. Collective: every rank must construct one."""
 
     def __init__(
         self, step: TrainStep, timer: StepTimer, loaders: Loaders, *, log_every_steps: int, run_dir: Path
@@ -31,12 +31,15 @@ class LogWindow:
         """Loss, accuracy and speed of the last window, for the console."""
 
     def start(self) -> None:
-        """Prepare for the first step of a launch: reset the peak of memory, and read the times of earlier launches."""
+        """Prepare for the first step of a launch: reset peak memory, and read earlier step times from ranks.jsonl."""
         reset_peak_memory(self.step.world.device)
         self.reports.start(self.step.count)
 
     def close(self, epoch: int, decision: Decision) -> dict[str, Value]:
-        """Return the values of the window by tag, over all ranks, and begin the next window."""
+        """Return by tag what to log since the last call: loss, accuracy, speed, times, memory. Begin a new window.
+
+        decision: the result of `ControlPoint.decide` after this step, with the loss, accuracy and times of all ranks.
+        """
         step, world = self.step, self.step.world
         step.sums.vector.zero_()
         values: dict[str, Value] = {"epoch": epoch, "train/loss": decision.loss, "train/top1": decision.top1}
@@ -54,7 +57,10 @@ class LogWindow:
         return values
 
     def utilizations(self, rate: float | None) -> dict[str, float | None]:
-        """Return matmul utilization and MFU by name, at `rate` images per second over all ranks; None if unknown."""
+        """Return ``matmul_utilization`` and ``mfu`` at `rate` images per second over all ranks (None: unknown rate).
+
+        They are the training's FLOP/s, divided by those of a matrix product and by the GPU's peak; None: unknown.
+        """
         if rate is None:
             return {"matmul_utilization": None, "mfu": None}
         per_device = rate / (self.step.world.world_size * self.step.sync.num_devices)

@@ -31,14 +31,14 @@ class Evaluation:
 
 
 class MetricSums:
-    """The sums of losses and correct predictions, on the device; the host reads them only at control points."""
+    """Sums of losses and correct predictions, on the device; the host reads them only when ranks decide together."""
 
     def __init__(self, device: torch.device) -> None:
         self.vector = torch.zeros(3, dtype=torch.float64, device=device)
         """float64 [3]: sum of losses, number of correct predictions, number of samples."""
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch; samples without a label do not count. loss_sum: [], logits: [B, C], labels: [B] or [B, C]."""
+        """Add a batch. loss_sum: [], logits: [B, C], labels: [B] or [B, C]; labels < 0 and rows of 0 do not count."""
         if labels.ndim == 2:  # mixed images: the class with the largest share counts as the correct one
             shares, classes = labels.max(1)
             labels = torch.where(shares > 0, classes, -1)
@@ -58,7 +58,7 @@ class SampleDigest:
         """int64 [2]: sum of the hashes (wrapping around), number of samples."""
 
     def add(self, ids: Tensor, *, step: int) -> None:
-        """Add the samples `ids`, int64 [B], used at step `step` of the epoch."""
+        """Add the samples of step `step` of the epoch to the digest. ids: int64 [B], positions in the data set."""
         mixed = (ids + step * 0x1000003) * -0x61C8864680B583EB  # the golden ratio's odd multiplier
         mixed = (mixed ^ (mixed >> 29)) * -0x40A7B892E31B1A47  # as in splitmix64, with arithmetic shifts
         self.vector[0] += (mixed ^ (mixed >> 32)).sum()
@@ -71,7 +71,7 @@ class SampleDigest:
 
 
 class Progress:
-    """The last evaluation, the best one, the digest of the current epoch's samples, and the time spent."""
+    """What a run has reached: last evaluation, best accuracy, digest of this epoch's sample ids, seconds spent."""
 
     def __init__(self, world: World, sums: MetricSums) -> None:
         self.world, self.sums = world, sums
@@ -94,7 +94,7 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, best_top1: float) -> None:
-        """Restore a result of `state_dict`. Rank 0 restores the sums over all ranks; other ranks begin at sums of 0."""
+        """Restore a result of `state_dict`, and the best accuracy, 0 to 1. Only rank 0 restores the sums over ranks."""
         self.best_top1 = best_top1
         if self.world.is_main:
             self.digest.vector += state["digest"].to(self.world.device)
@@ -122,7 +122,7 @@ class NonFinite:
         return (self.first < self.NEVER).double()[None]
 
     def fail(self, world: World, *, lr: float) -> NoReturn:
-        """Raise `DivergedError` with the first recorded step of any rank. Collective: every rank must call this."""
+        """Raise `DivergedError`, which names `lr` and the first step with values not finite on a rank. Collective."""
         step = min(world.all_gather_object(int(self.first)))
         raise DivergedError(
             f"the loss or gradient of step {step} is not finite (lr {lr:g}): lower optimizer.lr, "

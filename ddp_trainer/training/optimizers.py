@@ -16,7 +16,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *,
     """Return the optimizer that `config` chooses, at its peak learning rate; ConfigError if no parameter is trained."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
-        raise ConfigError("the model has no parameter that needs a gradient: train some, by a shorter model.freeze")
+        raise ConfigError("the model has no parameter that needs a gradient: remove entries from model.freeze")
     return registry.build("optimizer", config, trainable, lr=config.scaled_lr(global_batch_size), returns=Optimizer)
 
 
@@ -69,7 +69,7 @@ def timm_optimizers() -> Any:
 
 
 def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups. In the second, biases and normalization have no weight decay or trust ratio."""
+    """Return two groups: weights, with weight decay; biases and normalization, without it (so without trust ratio)."""
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},

@@ -70,7 +70,7 @@ def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) 
 
 
 def labels_of(source: Any) -> Tensor | None:
-    """Return the labels of a reader or a data set, int64 [N]; None if it does not have them as a tensor."""
+    """Return the labels, int64 [N], of a data set or of a reader of one; None if it has no tensor ``labels``."""
     if isinstance(source, SampleReader | Subset):
         labels = labels_of(source.dataset)
         return labels if labels is None or isinstance(source, SampleReader) else labels[list(source.indices)]
@@ -79,7 +79,7 @@ def labels_of(source: Any) -> Tensor | None:
 
 
 def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> bytes:
-    """Return a PNG of normalized `images`, float [B, C, H, W], in a square grid. Use one channel unless C is 1 or 3."""
+    """Return a PNG grid of normalized `images`, float [B, C, H, W]. Unless C is 1 or 3, only channel 0 is shown."""
     pixels = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
     pixels = pixels if pixels.shape[1] in (1, 3) else pixels[:, :1]
     grid = make_grid(pixels.clamp(0, 1), nrow=math.ceil(math.sqrt(len(images))))
@@ -87,7 +87,7 @@ def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
-    """Return a PNG with a bar for each class, the largest first. Of more than `MAX_CLASSES`, leave out the middle."""
+    """Return a PNG with a bar per class, largest first; only the largest and smallest if more than `MAX_CLASSES`."""
     rows = sorted(zip(counts, names, strict=True), reverse=True)
     if len(rows) > MAX_CLASSES:
         rows = [*rows[: MAX_CLASSES // 2], *rows[-MAX_CLASSES // 2 :]]

@@ -100,7 +100,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
 def build_trainer(
     begun: Start, run_dir: Path, *, environment: Environment, stop: GracefulStop, stack: ExitStack
 ) -> Trainer:
-    """Return the trainer of a run; `stack` closes its monitor, loggers and checkpoints. Collective."""
+    """Return the trainer of run `begun`; `stack` closes failure monitor, loggers and checkpoint store. Collective."""
     config, world = begun.config, begun.world
     monitor = stack.enter_context(
         FailureMonitor(world, environment, stop, run_dir=run_dir, timeout_seconds=config.timeout_seconds)
@@ -137,7 +137,7 @@ def open_run_dir(run_dir: Path, config: dict[str, Any], world: World, *, resume:
 
 
 def build_step(begun: Start, on_phase: Callable[[str], None] = lambda phase: None) -> tuple[StepTimer, TrainStep]:
-    """Build model, strategy and optimizer; return the timer and the step. on_phase: is called with each new phase."""
+    """Build and return the step timer and the training step. on_phase: called with the name of each phase of a step."""
     config, world, datasets = begun.config, begun.world, begun.datasets
     torch.manual_seed(derive_seed(config.seed, purpose="model"))
     model = world.raise_on_any_rank(  # the weights file may be missing on some nodes
@@ -186,7 +186,7 @@ def log_header(trainer: Trainer, datasets: Datasets) -> None:
         config.sync.name, torch.__version__,
     )  # fmt: skip
     logger.info(
-        "global batch %d = %d ranks × %d × %d gradient accumulation steps, %d steps an epoch, %d epochs, lr %g",
+        "global batch %d = %d ranks × %d images × %d gradient accumulation steps, %d steps an epoch, %d epochs, lr %g",
         config.global_batch_size, world.world_size,
         -(-sampler.local_batch_size // config.gradient_accumulation_steps), config.gradient_accumulation_steps,
         sampler.steps_per_epoch, config.epochs, config.optimizer.scaled_lr(config.global_batch_size),
@@ -199,7 +199,7 @@ def log_header(trainer: Trainer, datasets: Datasets) -> None:
 
 
 def record_summary(summary: Summary, trainer: Trainer) -> None:
-    """On rank 0, write summary.json and log the last line. If stopped, write `STOPPED`, else record the result."""
+    """On rank 0, write summary.json and log it. If stopped, write the file `STOPPED`; else give loggers the scores."""
     if not trainer.world.is_main:
         return
     write_output(trainer.run_dir / "summary.json", summary.to_json())

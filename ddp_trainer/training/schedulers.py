@@ -40,7 +40,9 @@ def build_cosine(config: CosineConfig, *, steps_per_epoch: int, total_steps: int
 
 
 def build_onecycle(config: OneCycleConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return a function that follows half a cosine from `initial_factor` up to 1, then one down to `final_factor`.
+    """Return a function of the step: half a cosine from `initial_factor` to 1, then half a cosine to `final_factor`.
+
+    The values are factors for the peak learning rate; the value is 1 after the share `rise` of all steps.
 
     Source: Smith and Topin, Super-Convergence, 2017 (arXiv 1708.07120).
     """

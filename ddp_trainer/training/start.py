@@ -1,4 +1,4 @@
-"""The start of a run: the data set is read, the process group joined, ranks are compared and auto is resolved."""
+"""The start of a run: read the data set, join the process group, compare ranks, replace config values of "auto"."""
 
 import os
 import shutil
@@ -24,10 +24,10 @@ from ddp_trainer.distributed.process_group import World, prepare, process_group
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The result of `start`, for run, benchmark and plan. ``dataclasses.replace`` makes a variant with other values."""
+    """Config, process group, data and memory layout of a run, as `start` returns them to train, benchmark and plan."""
 
     config: Config
-    """The config, with a value for this hardware in place of each auto."""
+    """The config, with a value for this hardware in place of each "auto"."""
     world: World
     datasets: Datasets
     memory_format: torch.memory_format
@@ -46,7 +46,7 @@ class Start:
 
 
 def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
-    """Read the data set, join the process group until `stack` closes, check that ranks agree, and resolve auto.
+    """Read the data set, join the process group until `stack` closes, compare ranks, and replace values of "auto".
 
     Collective: every rank must call this.
 
@@ -58,18 +58,18 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
     data = prepare(lambda: read_data(config.data, global_batch_size=batch), environment)
     world = stack.enter_context(process_group(environment, **config.process_group))
     versions = installed_versions() | {f"plug-in {name}": v for name, v in registry.plugin_versions().items()}
-    check_same("versions other than those", versions, world, fix="install the same versions on all nodes")
-    check_same("a config other than that", flatten_keys(to_builtins(config)), world, fix="use the same command line")
+    check_same("versions", versions, world, fix="install the same versions on all nodes")
+    check_same("config values", flatten_keys(to_builtins(config)), world, fix="use the same command line")
     config = resolve_auto(config, world)
     set_torch_switches(world, compile_model=config.compile, deterministic=config.deterministic)
     datasets = data(world)
     images = {"fingerprint": datasets.fingerprint}
-    check_same("images other than those", images, world, fix="put the same data on every node")
+    check_same("images", images, world, fix="put the same data on every node")
     return Start(config=config, world=world, datasets=datasets, memory_format=memory_format(config.channels_last))
 
 
 def memory_format(channels_last: bool | str) -> torch.memory_format:
-    """Return the memory layout of models and batches; auto is channels last."""
+    """Return the memory layout of models and batches; "auto" means channels last."""
     return torch.channels_last if channels_last in ("auto", True) else torch.contiguous_format
 
 
@@ -85,16 +85,16 @@ def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:
 
 
 def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> None:
-    """Check that all ranks have the same `values`; ConfigError names the keys that differ. Collective."""
+    """Check that all ranks have the same `values`; ConfigError has `what`, the differing keys and `fix`. Collective."""
     first, *others = world.all_gather_object(values)
     for rank, other in enumerate(others, 1):
         keys = [key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)]
         changes = "; ".join(f"{key}: {first.get(key)} → {other.get(key)}" for key in keys)
-        require(not keys, f"rank {rank} was started with {what} of rank 0 ({changes}): {fix}")
+        require(not keys, f"rank {rank} was started with other {what} than rank 0 ({changes}): {fix}")
 
 
 def resolve_auto(config: Config, world: World) -> Config:
-    """Return `config` with each auto replaced by the value for this hardware. Collective."""
+    """Return `config` with each "auto" replaced by the value for this hardware. Collective."""
     if config.precision is Precision.auto:
         all_fast = all(world.all_gather_object(has_fast_bf16(world.device)))  # else precisions would differ
         precision = Precision.bf16 if all_fast and config.sync.supports_bf16 else Precision.fp32

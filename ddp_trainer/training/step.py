@@ -34,7 +34,7 @@ class StepSettings:
     label_smoothing: float = 0.0
     max_grad_norm: float | None = None
     precision: Precision = Precision.fp32
-    """fp32, bf16 or fp16; auto has been resolved."""
+    """fp32, bf16 or fp16; "auto" has been replaced by one of them."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     ema: EmaConfig = field(default_factory=EmaConfig)
 
@@ -90,7 +90,7 @@ class TrainStep:
         """The learning rate of the last step."""
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step. Return this rank's part of the mean loss []; the sum over ranks is the mean.
+        """Take one optimizer step. Return this rank's part of the mean loss, a scalar; the sum over ranks is the mean.
 
         images: float32 [B, C, H, W], labels: int64 [B], or float32 [B, classes] for mixed images.
         """
@@ -139,7 +139,7 @@ class TrainStep:
         return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
 
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Add the gradients of a microbatch to ``.grad``. Return its part of the mean loss of the global batch []."""
+        """Add a microbatch's gradients to ``.grad``. Return the sum of its losses, divided by the global batch size."""
         self.on_phase("forward")
         loss, loss_sum, logits = self.loss(self.replica, images, labels)
         self.sums.add(loss_sum, logits, labels)
@@ -148,9 +148,10 @@ class TrainStep:
         return loss_sum / self.settings.global_batch_size
 
     def loss(self, module: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss for backward [], the sum of the losses [], and the logits [B, C] of a microbatch.
+        """Return a microbatch's loss for backward [], the sum of its samples' losses [], and its logits [B, C].
 
-        The loss is scaled: averaged over ranks, its gradient is that of the global batch. The other two are detached.
+        The loss for backward is scaled so that the gradients of all microbatches, averaged over ranks, are those of the
+        mean loss of the global batch (with fp16, times the loss scale). The other two are detached.
         """
         settings = self.settings
         with settings.autocast(self.world.device):
@@ -242,7 +243,7 @@ class TrainStep:
 def sum_of_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
     """Return the sum [] of the cross-entropies of a batch; samples without a label do not count.
 
-    logits: [B, C], labels: int64 [B], or [B, C] with the probability of each class, all zero for no label.
+    logits: [B, C]. labels: int64 [B], -100: no label; or [B, C], the probabilities of the classes, all zero: no label.
     """
     if labels.ndim == 1:
         return cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)

@@ -131,7 +131,7 @@ class Trainer:
         return Status.finished if self.step >= self.total_steps else Status.max_steps
 
     def train_epoch(self, epoch: int) -> bool:
-        """Train to the end of the epoch, or to the launch's last step. Return False if stopped before that."""
+        """Train to the end of the epoch, or to max_steps if that is earlier. Return False if stopped before."""
         began, start = time.perf_counter(), self.step % self.steps_per_epoch
         self.loaders.sampler.set_epoch(epoch, start)
         if start == 0:
@@ -156,7 +156,7 @@ class Trainer:
         return self.step == end
 
     def control_point(self, epoch: int, *, is_last: bool) -> bool:
-        """Log and save if that is due. Return whether to stop, the same on all ranks."""
+        """Log and save if due. is_last: the epoch or launch ends after this step. Return whether all ranks stop."""
         step, sync = self.train_step, self.train_step.sync
         self.window.timer.enter("control point")
         if is_last:

@@ -232,7 +232,7 @@ def test_ranks_with_other_images_are_refused(count: int, tmp_path: Path) -> None
     write_images(tmp_path / "1/data", count=count, seed=1)
     errors = on_ranks(2, train_with_own_data, str(tmp_path))
     assert errors[0] == errors[1]
-    assert errors[0].startswith("rank 1 was started with images other than those of rank 0")
+    assert errors[0].startswith("rank 1 was started with other images than rank 0")
     assert not (tmp_path / "run").exists()
 
 

@@ -32,8 +32,8 @@ def refusal(override: str, torchvision: str | None, folder: str) -> str:
 @pytest.mark.parametrize(
     ("override", "torchvision", "message"),
     [
-        ("seed=3", None, "rank 1 was started with a config other than that of rank 0 (seed: 0 → 3): use the same "),
-        ("seed=0", "0.14.1", "rank 1 was started with versions other than those of rank 0 (torchvision: 0."),
+        ("seed=3", None, "rank 1 was started with other config values than rank 0 (seed: 0 → 3): use the same "),
+        ("seed=0", "0.14.1", "rank 1 was started with other versions than rank 0 (torchvision: 0."),
     ],
     ids=["config", "versions"],
 )  # fmt: skip
