@@ -31,9 +31,10 @@ class DamagedCheckpointError(Exception):
 
 
 def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
-    """Write `state` to `path`, and to `also`. A crash leaves each file complete: with its old content or its new.
+    """Write `state` to `path` and, unless None, to `also`. After a crash, each file has its old content or its new.
 
-    `also` is replaced first: after a crash between the two, the next launch repeats the step and writes both again.
+    `also` is replaced before `path`. If this process ends between the two, the next launch resumes from an older
+    checkpoint, trains the same steps again, and writes both files again.
     OSError if the disk is full, read-only or over its quota; `path` is then unchanged.
     """
     try:
@@ -108,9 +109,10 @@ def parse(file: BinaryIO) -> State:
 
 
 def broadcast_state(state: State, world: World) -> State:
-    """Return rank 0's `state`, which may be empty. It is sent tensor by tensor, so that no rank holds it twice.
+    """Return rank 0's `state` on every rank, {} if it is empty. The `state` of the other ranks is ignored.
 
-    Tensors arrive contiguous, on the CPU. Collective: every rank must call this.
+    Tensors are sent one by one, so that no rank holds the state twice, and arrive contiguous, on the CPU. Collective:
+    every rank must call this.
     """
     if world.world_size == 1 or not world.broadcast_object(bool(state)):
         return state if world.is_main else {}

@@ -57,7 +57,7 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Return whether `run_dir` has a step checkpoint, good or damaged."""
+    """Return whether `run_dir` has a checkpoint to resume from, good or damaged: a file step-*.pt (best.pt is none)."""
     return any((run_dir / "checkpoints").glob("step-*.pt"))
 
 
@@ -76,6 +76,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} cannot be read ({reason}): correct it, or use resume=never") from error
-    require(isinstance(config, dict), f"{path} is not the config of a run: correct it, or use resume=never")
+        raise ConfigError(f"{path} cannot be read ({reason}): restore it, or start anew with resume=never") from error
+    require(isinstance(config, dict), f"{path} must be a YAML mapping: restore it, or start anew with resume=never")
     return config

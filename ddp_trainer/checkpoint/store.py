@@ -40,7 +40,7 @@ class CheckpointStore:
         self._pool.shutdown()
 
     def paths(self) -> list[Path]:
-        """Return the step checkpoints on disk, newest first."""
+        """Return the checkpoint files on disk from which a run can resume (step-*.pt, not best.pt), newest first."""
         found = [path for path in self.folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
 
@@ -87,9 +87,9 @@ class CheckpointStore:
         return {}
 
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
-        """Copy the state of `source` and write it in the background, if `is_best` (and ``keep_best``) also to best.pt.
+        """Copy the state of `source`, and write the copy to a checkpoint file in the background.
 
-        Collective: every rank must call this.
+        If `is_best` and the config's ``keep_best``, also write best.pt. Collective: every rank must call this.
         """
         state = source.state_dict()
         if self.world.is_main:

@@ -57,7 +57,7 @@ class Environment:
     """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
     def record_start(self) -> None:
-        """Write a file that makes `is_restart` true in a later start: torchrun counts no restart that adds a node."""
+        """Write a file that makes `is_restart` true in later starts: torchrun's count omits restarts for a new node."""
         if marker := _start_marker(self.error_file):
             with suppress(OSError):  # a full disk must not end a start
                 marker.write_text(str(os.getpid()))
@@ -101,9 +101,10 @@ def _count(name: str, variables: Mapping[str, str]) -> int:
 
 
 def _start_marker(error_file: str | None) -> Path | None:
-    """Return the path of the file that `record_start` writes, by torchrun process and local rank, or None.
+    """Return the path of the file that `record_start` writes; None if `error_file` is None or not torchrun's.
 
-    torchrun's error file is ``<folder of the torchrun process>/attempt_<restart count>/<local rank>/error.json``.
+    Each torchrun process has one such file for each local rank, the same after a restart. torchrun's error file is
+    ``<folder of the torchrun process>/attempt_<restart count>/<local rank>/error.json``.
     """
     if error_file is None or not (attempt := Path(error_file).parent.parent).name.startswith("attempt_"):
         return None
@@ -157,7 +158,7 @@ def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
-    """Let Linux kill this process when torchrun ends, because after a signal torchrun may not end a starting rank."""
+    """Make Linux kill this process when torchrun ends: a signal can end torchrun and leave new ranks running."""
     if "TORCHELASTIC_RUN_ID" in variables and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -162,12 +162,15 @@ class FailureMonitor:
         return RankStatus(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _statuses_of_others(self) -> list[RankStatus]:
-        """Return the status of each other rank, except ranks that have sent none or have left this context."""
+        """Return the status of each other rank, except ranks that sent none or have left their `FailureMonitor`."""
         others = [self._status(rank) for rank in range(self._world.world_size) if rank != self._world.rank]
         return [status for status in others if status is not None]
 
     def _is_hung(self) -> bool:
-        """Return whether the job hangs: this idle rank waits for no other rank, or no other rank makes progress."""
+        """Return whether the job hangs. Called when this rank has been idle (see `RankStatus`) for too long.
+
+        The job hangs if this rank does not wait for other ranks, or if all other ranks make no progress either.
+        """
         if self.phase in (COMPILATION, END):
             return False
         return not with_stack(self._own_status()).is_waiting or all(
@@ -223,7 +226,7 @@ class FailureMonitor:
         os._exit(code)
 
     def _remove_error_file(self) -> None:
-        """Remove the error file written in advance, because torchrun would print it for a rank that ended by itself."""
+        """Remove the error file which says, in advance, that this rank was killed; keep a report of the root cause."""
         with self._lock:
             if self._environment.error_file is not None and not self._is_root_cause:
                 Path(self._environment.error_file).unlink(missing_ok=True)
@@ -258,11 +261,11 @@ class FailureMonitor:
         return silent
 
     def _claim(self, lines: list[str]) -> bool:
-        """Publish the first line as the root cause, unless there is one. Return whether the line is the root cause."""
+        """Publish ``lines[0]`` as the job's root cause if there is none yet. Return whether it is the root cause."""
         return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
 
     def _report(self, lines: list[str], title: str, name: str, text: str, *, since: float) -> None:
-        """Write `text` to the file `name`, and report `lines` and its path. since: unix seconds of the failure."""
+        """Write `text` to the run's file `name`; report `lines`, `title` and that path. since: as for `report`."""
         with self._lock:
             self._is_root_cause = True  # from here on the error file stays
         lines = [*lines, f"{title}: {self._write(name, text)}"]

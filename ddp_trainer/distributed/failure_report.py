@@ -23,7 +23,7 @@ def report_failure(error: Exception, environment: Environment) -> None:
 
 
 def report(text: str, environment: Environment, *, since: float) -> None:
-    """Write `text` to the error file; without torchrun or without disk space, to stderr."""
+    """Write `text` to torchrun's error file, or else to stderr. since: when the failure began, in unix seconds."""
     with suppress(OSError):
         if environment.error_file is not None:
             return write_error_file(environment.error_file, text, since=since)
@@ -32,7 +32,10 @@ def report(text: str, environment: Environment, *, since: float) -> None:
 
 
 def write_error_file(path: str, text: str, *, since: float) -> None:
-    """Write `text` in torchrun's format. torchrun prints the file with the lowest `since`, a unix time."""
+    """Write `text` to `path`, in the format of torchrun's error files.
+
+    since: when the failure began, in unix seconds; of the files of several ranks, torchrun prints the earliest.
+    """
     details = {"py_callstack": text, "timestamp": str(int(since))}
     temporary = Path(f"{path}.writing")
     temporary.write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": details}}))

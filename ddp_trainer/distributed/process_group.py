@@ -71,7 +71,7 @@ class World:
         return self.all_gather_object(value)[0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's `tensor`; all tensors must be contiguous. Collective: every rank must call this."""
+        """Return rank 0's `tensor`, maybe in place; it must be contiguous. Collective: every rank must call this."""
         if self.world_size > 1 and tensor.numel():
             sent = tensor.to(self.device)
             dist.broadcast(sent, src=0)
@@ -87,8 +87,8 @@ class World:
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``. If it raises ConfigError or TransientError on any rank, raise such an error on all.
 
-        The raised error is that of the lowest failing rank, and names this rank unless it is 0 or all ranks fail alike.
-        Collective: every rank must call this.
+        The raised error is that of the lowest failing rank. Its message names that rank, unless that rank is rank 0 or
+        all ranks fail with the same error. Collective: every rank must call this.
         """
         result, failure = None, None
         try:
@@ -123,7 +123,10 @@ def process_group(
         torch.cuda.set_device(torch_device)
     was_initialized = dist.is_initialized()
     if was_initialized:
-        require(dist.get_backend() == chosen, f"backend={chosen} must be the backend of the sweep's first job")
+        require(
+            dist.get_backend() == chosen,
+            f"backend={chosen} differs from the first job's, but a sweep shares one process group: use one backend",
+        )
     else:
         _join(environment, torch_device, chosen, timedelta(seconds=timeout_seconds))
     yield World(
@@ -168,10 +171,11 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
 
 
 def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
-    """Call ``attempt()`` before joining the process group; ranks that join earlier wait longer for this rank.
+    """Call ``attempt()`` before joining the process group. Return a function that returns the result after joining.
 
-    Returns a function of the group's `World`, which all ranks must call. It returns the result, or raises on all ranks
-    the ConfigError or TransientError that ``attempt()`` has raised on one of them.
+    All ranks must call that function with the group's `World`. It returns the result, or raises on all ranks the
+    ConfigError or TransientError that ``attempt()`` has raised on one of them. While ``attempt()`` runs, other ranks in
+    `join_round` begin their timeout anew every `BUSY_SECONDS`, if torchrun's own process has the store.
     """
     future: Future[T] = Future()
     done = threading.Event()
@@ -198,12 +202,13 @@ def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[Wor
 
 
 def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a view of `store` that only the ranks of this start share; TimeoutError names the ranks that are missing.
+    """Return a view of `store` only for the ranks of the latest (re)start; TimeoutError names the missing ranks.
 
-    torchrun keeps its store through restarts, and with it the addresses of processes that have ended: gloo would
-    connect to those, and fail or wait forever. So rank 0 gives each start a name, and publishes it with the nonces of
-    the ranks that have arrived, in this start or an earlier one. A rank accepts the name only if its own nonce is
-    among them. Collective: every rank must call this.
+    torchrun keeps its store when it restarts the ranks, and with it the addresses of processes that have ended: gloo
+    would connect to those, and fail or wait forever. So each process writes a random nonce to the store, in place of
+    the nonce of its rank's former process. Rank 0 publishes a name for the start with the nonces in the store, of
+    which some may still be those of former processes. A process accepts the name only if its own nonce is among them.
+    Collective: every rank must call this.
     """
     nonce, own_name, joined = uuid.uuid4().hex, uuid.uuid4().hex, [""]
     arrived, deadline = [f"arrived/{r}" for r in range(world_size)], time.monotonic() + timeout.total_seconds()
@@ -232,7 +237,7 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one; a DDP module that is still alive may abort the interpreter at exit."""
+    """Leave the process group, if any. Delete all DDP modules before: one that is alive may abort Python at exit."""
     gc.collect()  # DDP modules are in reference cycles
     if dist.is_initialized():
         dist.destroy_process_group()

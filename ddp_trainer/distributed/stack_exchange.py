@@ -48,16 +48,20 @@ def stacks_of(run_dir: Path) -> str:
     path.unlink(missing_ok=True)
     os.kill(alive.pid, signal.SIGQUIT)
     while not path.exists():
-        require(time.monotonic() < deadline, f"rank {alive.rank} (process {alive.pid}) has not answered: try again")
+        require(
+            time.monotonic() < deadline,
+            f"rank {alive.rank} (process {alive.pid}) has not written the stacks: try again (if stopped: kill -CONT)",
+        )
         time.sleep(0.1)
     return path.read_text()
 
 
 class StackExchange:
-    """Asks all ranks for their status and stack, and answers such questions. Collective: every rank must construct one.
+    """Lets a rank ask all ranks for their status and stack. Collective: every rank must construct one.
 
-    A question is a key in `store`: the first rank that sets it collects the answers. own: returns the status of this
-    rank. last: returns the last heartbeat of a rank; None if it has sent none.
+    To ask, a rank sets a key in `store`; the first rank that sets it collects the answers. own: a function that returns
+    the status of this rank. last: a function that returns the last heartbeat of a rank (the status that it publishes
+    every second), or None if it has published none.
     """
 
     def __init__(
@@ -81,9 +85,10 @@ class StackExchange:
                 self._publish(number, replace(status, frames=frames))
 
     def ask(self, *, wake: bool) -> list[RankStatus] | None:
-        """Ask all ranks; return their status, with the stack if a rank answers. None if another rank has asked first.
+        """Ask all ranks, and return their status and stack by rank; None if another rank asked first and gets them.
 
-        wake: continue stopped processes (SIGCONT) so that they answer, because the job is about to be ended.
+        The status of a rank that does not answer is its last heartbeat, without a stack. wake: whether to continue
+        stopped processes (SIGCONT) so that they answer, which is right only if the job is about to be ended.
         """
         number, question = self.number, f"{'wake' if wake else 'show'} {self.world.rank}"
         is_first = self.store.compare_set(f"question/{number}", "", question).decode() == question

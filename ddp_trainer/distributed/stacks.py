@@ -36,7 +36,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The position of a rank in training, and its stack; a heartbeat has no stack."""
+    """The position of a rank in training, and its stack; without the stack it is a heartbeat, sent every second."""
 
     rank: int
     host: str
@@ -64,7 +64,7 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """The innermost frame outside of Python's and torch's own files, else the innermost frame."""
+        """The innermost frame that is not `is_library`, else the innermost frame."""
         own = [frame for frame in self.frames if not is_library(frame)]
         return [*own, *self.frames, "an unknown place"][0]
 
@@ -101,7 +101,7 @@ class ProgressClock:
 
 
 def is_library(frame: str) -> bool:
-    """Return whether `frame` belongs to Python, to torch or to the files of this package that wait for other ranks."""
+    """Return whether `frame` (``file:line in function``) is in Python, torch or a file of `WAITS`, where ranks wait."""
     is_installed = "/site-packages/" in frame or "/dist-packages/" in frame
     is_python = frame.startswith(("<", os.path.dirname(os.__file__) + "/")) and not is_installed
     return is_python or any(part in frame for part in ("/torch/", *WAITS))
@@ -156,7 +156,7 @@ class RankProcess:
         return Path(f"/proc/{self.pid}/fd/{self.stack_file}")
 
     def is_alive(self) -> bool:
-        """Return whether the process runs on this host as this user. `pid` may belong to another process by now."""
+        """Return whether the process runs on this host as this user; a later process with its `pid` does not count."""
         try:
             return self.host == socket.gethostname() and StackFile.NAME in os.readlink(self.path)
         except OSError:  # it has ended, or belongs to somebody else
@@ -188,10 +188,10 @@ def parse(text: str) -> list[str]:
 
 
 def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
-    """Return the ranks that the others wait for; [] if all ranks wait in one place.
+    """Return the ranks that the others wait for; [] if all ranks wait and the rules below choose all of them.
 
-    Candidates are the ranks that do not wait, or all ranks if all wait. Of these, the ranks at the lowest step are
-    returned. If those are in several places of the code, only the ranks in the place with the fewest ranks are.
+    Chosen are the ranks that do not wait, or all ranks if all wait; of these, the ranks at the lowest step; of these,
+    the ranks whose place in the code has the fewest ranks.
     """
     places = Counter((stack.phase, stack.place) for stack in stacks)
     order = [(stack.is_waiting, stack.step, places[stack.phase, stack.place]) for stack in stacks]
@@ -214,7 +214,7 @@ def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
 
 
 def last_collectives() -> list[str]:
-    """Return this process's last collectives, from torch's flight recorders; all ranks give a collective one number."""
+    """Return this process's last collectives, from torch's flight recorders; their numbers are equal on all ranks."""
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
 

@@ -38,10 +38,11 @@ VARIANTS: dict[str, SyncConfig] = {
 def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int) -> float | None:
     """Return how many bytes a rank sends in a step, as a mean over ranks, for float32 gradients of `shapes`.
 
-    None for a strategy from a plug-in. num_state_tensors: how many the optimizer keeps per parameter, for momentum 1.
+    None for a strategy from a plug-in. num_state_tensors: how many tensors of a parameter's shape the optimizer keeps
+    for each parameter: 1 for SGD with momentum, 2 for Adam.
 
     Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009
-    (doi 10.1016/j.jpdc.2008.09.002): in an all-reduce (W - 1) / W of the bytes are sent and received, twice.
+    (doi 10.1016/j.jpdc.2008.09.002): an all-reduce over W ranks sends and receives (W - 1) / W of the bytes, twice.
     """
     size = 4.0 * sum(map(math.prod, shapes))
     match config:
@@ -102,7 +103,7 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """The cost of messages. Seconds, and bytes per second in each direction."""
+    """The speed of a network: times in seconds, and a rank's bandwidth in bytes per second in each direction."""
 
     latency: float
     """The latency of one round of a collective."""
@@ -140,9 +141,10 @@ def predict(strategy: str, compute: Compute, network: Network, world_size: int) 
 
 
 def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:
-    """Return how many seconds longer a step takes with DDP: until all messages have arrived, at least DDP's own work.
+    """Return how many seconds longer a step takes with DDP than on a rank that does not communicate.
 
-    A bucket is sent when its last gradient is ready and the bucket before it has arrived.
+    This is the time from the end of forward and backward without DDP until the last bucket has arrived, and at least
+    ``compute.ddp_overhead``. A bucket is sent when its last gradient is ready and the bucket before it has arrived.
     """
     overhead = compute.ddp_overhead[config.comm_hook.name]
     stretch = 1 + overhead / compute.forward_backward
@@ -155,7 +157,7 @@ def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_
 
 
 def buckets(config: DDPConfig, compute: Compute) -> list[tuple[float, float]]:
-    """Return DDP's buckets as (bytes to send, seconds until ready), in the order in which they are sent."""
+    """Return DDP's buckets, in sending order, as (bytes to send, seconds from the start of forward until ready)."""
     result: list[tuple[float, float]] = []
     size, sent, cap = 0.0, 0.0, config.cap_mb(compute.size) * 2**20
     for ready, shape in sorted(zip(compute.ready, compute.shapes, strict=True), key=itemgetter(0)):

@@ -41,7 +41,7 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
 
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
-    """Return the lowest speeds of all GPUs of this node; without GPUs or `use_gpus`, the speeds of its cores."""
+    """Return the lowest speeds (`measure_fitness`) of this node's GPUs; if it has none or not `use_gpus`, the CPU's."""
     num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]

@@ -50,7 +50,7 @@ class Utilization:
             return None
 
     def of_matmul(self, images_per_second: float) -> float | None:
-        """Return the FLOP/s of the training over those of a matrix product; None if unknown. All ranks call this."""
+        """Return training FLOP/s divided by `measure_matmul`'s; None if unknown. All ranks call this together."""
         if self.flops_per_image is None:
             return None
         tf32, num_threads = torch.backends.cudnn.allow_tf32, torch.get_num_threads()

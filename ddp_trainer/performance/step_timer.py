@@ -75,10 +75,11 @@ class StepTimer:
             self.enter("data")
 
     def own_times(self) -> list[list[float]]:
-        """Return for each step of the window the seconds of `OWN_PHASES`, then the part of each phase on no processor.
+        """Return for each step of the window the seconds of each of `OWN_PHASES`, then the off-processor part of each.
 
-        In these parts this thread waited, was stopped, or another thread used its core. On a GPU they are 0, and this
-        call waits for the device. A step begins with its data phase.
+        The off-processor part is the seconds in which this thread ran on no core: it waited, was stopped, or another
+        thread used the core. On a GPU this part is 0, and this call waits for the device. A step begins with its data
+        phase.
         """
         self.enter("control point")
         steps: list[list[float]] = []
@@ -92,9 +93,9 @@ class StepTimer:
         return steps[-self.steps :] if self.steps else []
 
     def close_window(self, images_per_step: int) -> dict[str, float]:
-        """Return the tags of the window, with `images_per_step` over all ranks, and begin the next window.
+        """Return the values of the window by tag, and begin the next window. On a GPU this waits for the device.
 
-        On a GPU this waits for the device.
+        images_per_step: how many images all ranks together have in a step.
         """
         self.enter("between steps")
         seconds, spent = elapsed(self.begins[0][1], self.begins[-1][1]), dict.fromkeys(PHASES.values(), 0.0)
@@ -109,7 +110,7 @@ class StepTimer:
         return tags
 
     def median_rate(self) -> float | None:
-        """Return the median speed over windows, in images per second; None before the end of the first window."""
+        """Return the median over windows of the images per second of all ranks together; None before the first ends."""
         return statistics.median(self.rates) if self.rates else None
 
     def _now(self) -> Instant:
@@ -131,7 +132,7 @@ def elapsed(start: Instant, end: Instant) -> float:
 
 
 def off_processor(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end` in which the thread was on no processor; 0 on a GPU."""
+    """Return the seconds from `start` to `end` in which this thread ran on no core; 0 when training on a GPU."""
     return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor)) if start.event is None else 0.0
 
 

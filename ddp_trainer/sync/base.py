@@ -50,7 +50,7 @@ class GradientSync:
         """After backward, set every ``.grad`` to the mean over ranks. Collective: every rank must call this."""
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        """Return the 2-norm [] of all gradients of `model`, the same on every rank."""
+        """Return the 2-norm of all gradients of `model`, as a scalar tensor that is the same on every rank."""
         return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def after_step(self, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from ddp_trainer.sync.base import flatten, unflatten
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that differ from rank to rank: running means and variances."""
+    """Return the floating-point buffers, which may differ from rank to rank: BatchNorm's running statistics."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
@@ -28,10 +28,10 @@ def restore_buffers(model: nn.Module, vector: Tensor) -> None:
 
 @contextmanager
 def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
-    """Set the model's statistics to the mean over ranks inside the context, and restore this rank's own after it.
+    """Set BatchNorm's running statistics to their mean over ranks inside the context, and restore them after it.
 
-    Yields this rank's own statistics as a vector. They are restored so that an extra evaluation or save does not change
-    the training, not even by a rounding error. Collective: every rank must call this.
+    Yields this rank's own statistics as the vector of `flatten_buffers`. They are restored so that an extra evaluation
+    or save does not change the training, not even by a rounding error. Collective: every rank must call this.
     """
     own = flatten_buffers(model)
     if own.numel() and world.world_size > 1:

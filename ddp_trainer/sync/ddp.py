@@ -34,7 +34,10 @@ class DDPSync(GradientSync):
     """
 
     def __init__(self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None) -> None:
-        """Raises ConfigError if torch's PowerSGD would wait for a GPU that this rank does not use."""
+        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU, because torch's PowerSGD hook then fails.
+
+        group: DDP's process group; None is the default group.
+        """
         require(
             config.comm_hook is not CommHook.powersgd or world.device.type == "cuda" or not torch.cuda.is_available(),
             "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set CUDA_VISIBLE_DEVICES= (empty)",

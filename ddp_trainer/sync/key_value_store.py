@@ -36,7 +36,7 @@ class KeyValueStore:
         return self.owner[key] == self.world.rank
 
     def push(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send `values` to their owners. Return the sums over ranks of the keys that this rank owns."""
+        """Send each of `values` to the rank that owns its key. Return the sums over ranks for the keys of this rank."""
         parts: dict[str, dict[int, Tensor]] = {}
         operations = []
         for key, value in values.items():
@@ -55,7 +55,7 @@ class KeyValueStore:
         return sums
 
     def pull(self, values: dict[str, Tensor]) -> None:
-        """Replace `values`, in place, by the values that the owners of the keys have."""
+        """Replace each tensor in `values`, in place, by the value on the rank that owns its key."""
         operations, received = [], {}
         for key, value in values.items():
             if self.owned(key):

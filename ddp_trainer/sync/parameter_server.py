@@ -1,7 +1,7 @@
 """A sharded parameter server: gradients go to owner ranks, which update the parameters and send them back.
 
-It teaches the cost of a server: with one server and m parameters, 2·(W − 1)·m elements pass through one network card,
-first all in, then all out. With as many servers as ranks, this is a reduce-scatter and an all-gather again.
+It teaches the cost of a server: with one server, m parameters and W ranks, 2·(W − 1)·m elements pass through one
+network card, first all in, then all out. With a server on each rank, this is a reduce-scatter and an all-gather again.
 
 Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine Learning with the
 Parameter Server, 2014 (OSDI).

@@ -21,7 +21,7 @@ from ddp_trainer.sync.base import GradientSync
 
 
 def get_params(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of `model` on `device`, which shares nothing with it."""
+    """Return a copy of the whole `model` on `device`; the copy and `model` share no tensor."""
     return copy.deepcopy(model).to(device)
 
 

@@ -1,6 +1,6 @@
 """All-reduce by hand around a ring: each rank communicates only with its two neighbours.
 
-It teaches why the cost of an all-reduce hardly depends on the number of ranks: each of the 2·(W − 1) rounds moves one
+It teaches why the cost of an all-reduce hardly depends on the number W of ranks: each of the 2·(W − 1) rounds moves one
 chunk of m/W of the m elements, so a rank sends 2·(W − 1)/W·m elements in all, and receives as many at the same time.
 
 Source: Dive into Deep Learning, "Parameter Servers", ring synchronization; Patarasuk and Yuan, Bandwidth Optimal
