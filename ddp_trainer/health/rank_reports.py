@@ -1,4 +1,4 @@
-"""The times and memory of all ranks at log points, as tags and in ranks.jsonl."""
+"""Reports of the times and memory of all ranks at each logged step: to the loggers, in messages and in ranks.jsonl."""
 
 import json
 import logging
@@ -34,10 +34,11 @@ Row = dict[str, Any]
 
 
 class RankReports:
-    """Collects this rank's numbers for a log point, and turns the numbers of all ranks into tags and log messages.
+    """Collects this rank's numbers at each logged step, and turns those of all ranks into values to log and messages.
 
-    own_times: returns for each step of the log window the seconds of each of `phases`, then for each phase the seconds
-    on no processor. shares: how many images each rank has in a step. Collective: every rank must construct one.
+    own_times: returns, for each step since the last logged step, 2 P numbers: the seconds of each of the P `phases`, in
+    which a rank does not wait for other ranks, then the part of each in which the rank's thread did not run on a core.
+    shares: how many images each rank has in a step. Collective: every rank must construct one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RankReports:
         self.is_warm = False
         self.block, self.count, self.step = [0.0] * 2 * len(phases), 0, 0
         self.total_ms, self.num_steps = torch.zeros(world.world_size, dtype=torch.float64), 0
-        """The sum of each rank's own times in this launch, float64 [W], and the number of steps in this sum."""
+        """Each rank's milliseconds in this launch, without waiting for others, float64 [W], and the number of steps."""
 
     def start(self, step: int) -> None:
         """Prepare for reports after optimizer step `step`; delete rows of later steps from an earlier launch."""
@@ -63,7 +64,7 @@ class RankReports:
             self.lanes.start(step)
 
     def own(self) -> list[float]:
-        """Return this rank's numbers: NUM_SENSORS measurements, then the seconds of each complete block of steps."""
+        """Return NUM_SENSORS numbers (memory, heat), then the sum of `own_times` over each new `block_steps` steps."""
         blocks: list[float] = []
         steps = self.own_times()
         for seconds in steps:
@@ -78,7 +79,7 @@ class RankReports:
         return [memory, peak_memory_mb(self.world.device), celsius, throttled, *blocks]
 
     def add(self, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
-        """Return the tags of a log point after optimizer step `step`. numbers [W, n]: from `own` of each rank."""
+        """Record `numbers`, [W, n]: row r is `own()` of rank r. Return the values to log after step `step`, by tag."""
         memory, peak, celsius, throttled = numbers[:, :NUM_SENSORS].unbind(1)
         blocks = numbers[:, NUM_SENSORS:].reshape(self.world.world_size, -1, 2 * len(self.phases))
         tags: dict[str, float | str] = {"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())}
@@ -103,11 +104,14 @@ class RankReports:
         return tags | self.find_straggler(blocks, begin)
 
     def mean_own_ms(self) -> list[float]:
-        """Return for each rank the mean own time of a step in this launch, in milliseconds; [] if it is unknown."""
+        """Return each rank's mean milliseconds of a step in this launch without waiting for others; [] if unknown."""
         return [round(value, 3) for value in (self.total_ms / self.num_steps).tolist()] if self.num_steps else []
 
     def warn(self, memory: Tensor, celsius: Tensor, throttled: Tensor, epoch: int) -> None:
-        """Log a warning for a rank whose memory grows in every epoch, and once for a processor that heat slows down."""
+        """Log a warning for a rank whose memory grows in every epoch, and once for a processor that heat slows down.
+
+        All are float64 [W]. memory: MiB. celsius: degrees, 0 if unknown. throttled: number of slowdowns by heat.
+        """
         if (grown := self.growth.add(epoch, memory)) is not None:
             rank, before, now = grown
             logger.warning(
@@ -121,7 +125,10 @@ class RankReports:
             logger.warning("the processor of %s is slowed down by heat%s", self.hosts[rank], degrees)
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
-        """Return the tags of the straggler; log a change. blocks: seconds from step `begin` on, [W, blocks, 2 P]."""
+        """Return the values to log about the slow rank, by tag, or {}; log a message if this rank or its phase changes.
+
+        blocks: [W, blocks, 2 P], the sum of `own_times` in each block of steps after optimizer step `begin`.
+        """
         assert self.finder is not None
         was = self.finder.found
         for number, block in enumerate(blocks.unbind(1)):
@@ -142,7 +149,7 @@ class RankReports:
 
 
 class Lanes:
-    """The file ranks.jsonl: rows of the times of all ranks. However long a run is, the number of rows is limited."""
+    """Writes ranks.jsonl: rows with each rank's mean times and memory. At `max_rows` rows, every two are merged."""
 
     def __init__(self, path: Path, *, max_rows: int) -> None:
         self.path, self.max_rows = path, max_rows
@@ -150,7 +157,7 @@ class Lanes:
         self.is_failing = False
 
     def start(self, step: int) -> None:
-        """Read the rows of earlier launches up to optimizer step `step`, and delete later rows from the file."""
+        """Read the rows of ranks.jsonl up to optimizer step `step`, and delete later rows from this file."""
         with suppress(OSError):
             rows = (row for _, row in read_records(self.path) if isinstance(row.get("steps"), int))
             self.rows = [row for row in rows if row["step"] <= step]
@@ -165,7 +172,7 @@ class Lanes:
         self.write("w", self.rows)
 
     def write(self, mode: str, rows: list[Row]) -> None:
-        """Replace the file by `rows` (`mode` w) or append them (a). Of failures in a row, only the first is logged."""
+        """Replace the file by `rows` (`mode` w) or append them (a). Of consecutive failures, log only the first."""
         text = "".join(json.dumps(rounded(row)) + "\n" for row in rows)
         try:
             if mode == "w":

@@ -47,18 +47,18 @@ class Sample:
     slowdown: Tensor
     """float64 [W, 2 P + 1]: how much longer each time of a rank is than on the other ranks, as a share of a step.
 
-    The times of a rank are: each of the P phases, the part of each phase on no processor, and the whole step."""
+    The times of a rank are: each of the P phases, the part of each in which its thread did not run, the whole step."""
     longest: int
     """The number of the phase in which the ranks spend most time."""
 
 
 class StragglerFinder:
-    """Compares the own times of ranks, over windows of samples.
+    """Compares the times of ranks without waiting for others, over windows of samples (sums over several steps).
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if both its time per step and its time per image are longer, so that a larger share of the batch is no fault.
-    Both must be longer by `NAMED`, and by more on a machine where the times of ranks vary. The time in which a rank is
-    on no processor is compared separately, because it depends less on the other work of the machine.
+    Both must be longer by the share `NAMED` of a step, and by more on a machine where the times of ranks vary. The time
+    in which a rank's thread does not run on a core is compared separately, because it varies less.
     """
 
     def __init__(self, phases: Sequence[str], shares: Sequence[int]) -> None:
@@ -71,9 +71,10 @@ class StragglerFinder:
         self._seconds = torch.zeros(len(shares), 2 * len(phases), dtype=torch.float64)
 
     def add(self, seconds: Tensor, *, begin: int) -> None:
-        """Add the own times of some steps, whose sum is `seconds`, after optimizer step `begin`; update `found`.
+        """Add the summed times of some steps, the first of which follows optimizer step `begin`, and update `found`.
 
-        seconds: float64 [W, 2 P]: each phase, then the part of each phase in which the rank was on no processor.
+        seconds: float64 [W, 2 P]: for each of W ranks the P phases (without waiting for other ranks), then the part of
+        each phase in which the rank's thread did not run on a core.
         """
         self._begin = begin if self._begin is None else self._begin
         self._seconds = self._seconds + seconds
@@ -98,7 +99,7 @@ class StragglerFinder:
             self._samples.clear()
 
     def _slow_rank(self, window: Tensor) -> int | None:
-        """Return the rank whose slowdown in `window`, [samples, W, 2 P + 1], is more than noise, or None."""
+        """Return the slowest rank that is slow by `NAMED` and beyond noise, or None. window: [samples, W, 2 P + 1]."""
         length, excess = len(window), level(window)
         is_slow = (excess >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (excess[:, -1:] > EACH)
         past = list(self._past[length])
@@ -111,7 +112,7 @@ class StragglerFinder:
         return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
-        """Set `found` to `rank` and its slowest phase. slowdown: [2 P + 1], over `length` samples from `first` on."""
+        """Set `found` to `rank` and a phase. slowdown: [2 P + 1] as in `Sample`, of `length` samples from `first`."""
         since, named = first.begin, first.longest
         if self.found is None:
             for past_length, past in self._past.items():  # the last windows have samples of the slow rank
@@ -126,13 +127,16 @@ class StragglerFinder:
 
 
 def level(window: Tensor) -> Tensor:
-    """Return the mean of `window`, [samples, …], over samples; in the shortest window the median if smaller."""
+    """Return the mean of `window`, [samples, …], over samples; of only 3 samples the smaller of mean and median."""
     mean = window.mean(0)
     return torch.minimum(mean, window.median(0).values) if len(window) == min(WINDOWS) else mean
 
 
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
-    """Return how much slower each rank is than the median of the others. seconds: [W, 2 P], shares: [W]."""
+    """Return as a `Sample` how much slower each of the W ranks is than the median of the others.
+
+    seconds: [W, 2 P] as in `StragglerFinder.add`, after optimizer step `begin`. shares: [W], images per rank in a step.
+    """
     own = seconds[:, : seconds.shape[1] // 2]
     with_total = torch.cat([seconds, own.sum(1, keepdim=True)], 1)
     per_step = with_total - median_of_others(with_total)

@@ -97,8 +97,8 @@ def export_files(
             differences[name] = float((found - expected).abs().max()) if len(images) else 0.0
             require(
                 differences[name] <= TOLERANCE,
-                f"{path} was not written: on {len(images)} images it differs from the checkpoint by "
-                f"{differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed",
+                f"{path} was not written: on {len(images)} images its probabilities differ from the checkpoint's by "
+                f"{differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed: choose another format",
             )
     return differences
 
@@ -116,7 +116,7 @@ def export_program(model: ExportedModel) -> Any:
 
 
 def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write the weights and the metadata to `path`; return `model` with the weights read from this file."""
+    """Write weights and metadata to `path`; return `model` with the weights of this file. `program` is not used."""
     from safetensors.torch import load_file, save
 
     state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
@@ -126,7 +126,7 @@ def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any,
 
 
 def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write `program` with the metadata to `path`; return the program read from this file."""
+    """Write `program`, an ExportedProgram, and the metadata to `path`; return the module read from this file."""
     with open(path, "wb") as file:
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata(trained))})
     with open(path, "rb") as file:
@@ -134,7 +134,7 @@ def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: P
 
 
 def write_onnx(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write `program` as ONNX to `path`; return a function that runs this file with onnxruntime."""
+    """Write `program`, an ExportedProgram, as ONNX to `path`; return a function that runs this file on images."""
     import onnxruntime
 
     exported: Any = torch.onnx.export(

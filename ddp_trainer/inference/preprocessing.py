@@ -37,7 +37,7 @@ class Preprocessing:
         return resize(image, self.box(*image.shape[1:]), (height, width))
 
     def box(self, height: int, width: int) -> Box:
-        """Return the part in the center of a picture of `height` × `width` pixels that the model sees."""
+        """Return the centered `Box` (in pixels) that the model sees of a picture of `height` × `width` pixels."""
         _, rows, columns = self.image_shape
         is_low = height * columns <= width * rows
         used = (height, height * columns / rows) if is_low else (width * rows / columns, width)

@@ -44,7 +44,8 @@ def score_run(
 ) -> Scored | None:
     """Score a checkpoint, and write the files of the evaluation. Return the scores on rank 0, None on other ranks.
 
-    Collective: every rank must call this.
+    checkpoint: best, last, or a step. split: None for the split on which the training evaluated. overrides:
+    ``key=value`` for keys that a resumed run may change. Collective: every rank must call this.
 
     Raises:
         ConfigError, TransientError: the checkpoint, data or overrides cannot be used, or a file cannot be written.
@@ -60,13 +61,16 @@ def score_run(
             "other values than those", what, world, fix="use the same command line, and the same files on every node"
         )
         if named.is_changed and world.is_main:
-            logger.warning("the images differ from those of the training: some were changed, added or removed since")
+            logger.warning(
+                "the images differ from those of the training (some were changed, added or removed), and are scored as "
+                "they are now: to score the same images as then, restore them or set data.root"
+            )
         set_torch_switches(world, compile_model=False, deterministic=trained.config.deterministic)
         return score(trained, named, world)
 
 
 def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
-    """Score `trained` on `split`; write files and return scores on rank 0, return None on other ranks. Collective."""
+    """Score a model. Rank 0 writes evaluation/ in the run directory and returns scores, others get None. Collective."""
     config, preprocessing = trained.config, trained.preprocessing
     bad_samples: list[tuple[str, str]] = []
     channels, height, width = preprocessing.image_shape

@@ -16,7 +16,7 @@ from ddp_trainer.inference.trained_model import TrainedModel
 
 @dataclass(frozen=True, slots=True)
 class NamedSplit:
-    """A split, its name, and what is known about its data set."""
+    """A split, its name, the digest of its data set, and whether the data set has changed."""
 
     name: str
     images: Split
@@ -29,7 +29,8 @@ class NamedSplit:
 def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False) -> NamedSplit:
     """Return the split `name` of the run's data set; name None: the split on which the training evaluated.
 
-    is_other_folder: the user has set data.root; then split=test may be a folder with one subfolder per class.
+    is_other_folder: the user has set data.root; then name=test is its folder test or val, or else data.root itself,
+    with one subfolder per class.
 
     Raises:
         ConfigError: there is no such split, or its classes or the shape of its images are not those of the model.

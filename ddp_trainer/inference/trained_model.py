@@ -56,12 +56,14 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
     path, state = read_checkpoint(run_dir, checkpoint)
     missing = [key for key in KEYS if key not in state]
     of_another = f"{path} was written by another version of ddp_trainer"
-    require(not missing, f"{of_another} and lacks {', '.join(missing)}: train again, or use that version")
+    require(not missing, f"{of_another} and lacks the entries {', '.join(missing)}: use the version that wrote it")
     try:
         from_builtins(state["config"])
     except (OmegaConfBaseException, KeyError, TypeError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{of_another}, whose config this one cannot read ({reason}): use that version") from error
+        raise ConfigError(
+            f"{of_another}, and this version cannot read its config ({reason}): use the version that wrote it"
+        ) from error
     config = from_builtins(override(state["config"], overrides))
     names, shape = list(state["class_names"]), state["preprocessing"]["image_shape"]
     model = build_model(replace(config.model, weights=None), image_shape=tuple(shape), num_classes=len(names))
@@ -69,7 +71,10 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
         load_state(model, state.get("ema") or state["model"])
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path} does not fit the installed code of model={config.model.name}: {reason}") from error
+        raise ConfigError(
+            f"{path} does not fit the installed code of model={config.model.name} ({reason}): install the version "
+            "with which it was trained"
+        ) from error
     return TrainedModel(
         run_dir=run_dir, checkpoint=checkpoint, config=config, model=model.eval(), class_names=names,
         preprocessing=Preprocessing(**state["preprocessing"]), step=state["step"], epoch=state["epoch"],
@@ -78,7 +83,7 @@ def load_model(run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] =
 
 
 def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """Return `config` changed by `words` (``key=value``); ConfigError if a resumed run may not change such a key."""
+    """Return `config` changed by `words` (``key=value``); ConfigError if a key is one that a resumed run must keep."""
     tree, free, known = OmegaConf.create(config), free_keys(config), flatten_keys(config)
     for word in words:
         key, equals, text = word.partition("=")

@@ -1,1 +1,1 @@
-"""How the ranks of a job are started: job files, the node check, torchrun with exit codes, and launchers of sweeps."""
+"""How ranks are started: job files, a check of the nodes, torchrun with an exit code for user errors, sweeps."""

@@ -17,7 +17,7 @@ MAX_BYTES = 2**16
 
 
 def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
-    """Call ``function()`` in a daemon thread and return its result; TimeoutError if it takes over `timeout` seconds."""
+    """Call ``function()`` in a daemon thread and return its result; TimeoutError after `timeout` seconds."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -67,7 +67,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect, and return the streams to read and to write; OSError if this fails or takes over `ANSWER_SECONDS`."""
+    """Connect, and return the streams to read and write; OSError if this fails or exceeds `ANSWER_SECONDS`."""
     async with asyncio.timeout(ANSWER_SECONDS):
         return await asyncio.open_connection(address, port, limit=MAX_BYTES)
 

@@ -1,1 +1,1 @@
-"""The records of a run: loggers behind one base class, the console and train.log. Rank 0 writes."""
+"""The records of a run, which rank 0 writes: the console, train.log, and the loggers, which share a base class."""

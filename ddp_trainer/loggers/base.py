@@ -48,7 +48,7 @@ class Logger:
 
 
 class LoggerCalls:
-    """Calls the methods of one logger. An exception becomes a warning; of several in a row, only the first does."""
+    """Calls the methods of one logger. Of consecutive exceptions, only the first is logged, as a warning."""
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         self.name, self.wrapped, self.is_failing = name, wrapped, False
@@ -65,7 +65,7 @@ class LoggerCalls:
             self.is_failing = False
 
     def report_failure(self, reason: str) -> None:
-        """Log a warning with `reason`, unless the call before this one failed too."""
+        """Log a warning with `reason`, unless the previous call of a method of the logger failed too."""
         if not self.is_failing:
             logger.warning("logger=%s failed (%s); training continues", self.name, " ".join(reason.split()))
         self.is_failing = True

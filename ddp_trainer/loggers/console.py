@@ -1,4 +1,4 @@
-"""Log messages of rank 0 on the console and in train.log, warnings of other ranks on the console; the progress bar."""
+"""The console, with log messages of rank 0, warnings of other ranks and a progress bar; train.log, of rank 0 only."""
 
 import logging
 import sys

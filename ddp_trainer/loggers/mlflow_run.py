@@ -134,7 +134,7 @@ class MlflowLogger(Logger):
         return run
 
     def experiment_id(self, client: "MlflowClient", artifacts: str | None) -> str:
-        """Return the id of the configured experiment; create the experiment if there is none."""
+        """Return the id of the experiment, created if missing. artifacts: the URI of its files; None: the default."""
         from mlflow.exceptions import MlflowException
 
         name = self.config.experiment
@@ -162,7 +162,7 @@ class MlflowLogger(Logger):
 
 
 def name_for(tag: str) -> str:
-    """Return `tag` as a name that MLflow accepts: letters, digits, ``_.-: ``, and slashes as in a path."""
+    """Return `tag` as a name for MLflow: letters, digits, spaces, ``_.-:`` and single ``/``; others become ``_``."""
     parts = re.sub(r"[^\w.\- :/]", "_", tag[:MAX_NAME]).split("/")
     name = "/".join(part for part in parts if part not in ("", ".", ".."))
     return re.sub(r"^\.\.", "__", name) or "_"

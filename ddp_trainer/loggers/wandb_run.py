@@ -85,7 +85,7 @@ class WandbLogger(Logger):
             self.end_service()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Add a row to the history. After a failure, such as a killed service process, the next call begins again."""
+        """Add a row to the history. If this fails, the row is lost, and the next call continues the run."""
         run = self.run or self.begin()
         try:
             run.log({**values, "step": step})

@@ -184,8 +184,8 @@ def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
     of_earlier = f"{path} was written by another version of ddp_trainer"
     renamed = state | {"config": state["config"] | {"num_microbatches": 1}}
     for content, expected in [
-        (old, f"{of_earlier} and lacks preprocessing, data_fingerprint"),
-        (renamed, f"{of_earlier}, whose config this one cannot read"),
+        (old, f"{of_earlier} and lacks the entries preprocessing, data_fingerprint"),
+        (renamed, f"{of_earlier}, and this version cannot read its config"),
         (unknown, "model.name=mine is unknown here: install its plug-in"),
     ]:
         write_file(path, content)

@@ -130,7 +130,7 @@ def test_a_head_that_was_killed_or_is_not_there_is_noticed(port: int) -> None:
 def test_a_rank_that_two_nodes_have_is_named(port: int) -> None:
     ended = end_all(*(Node(port, rank, nnodes="4") for rank in (0, 1, 2, 2)))
     assert [node.code for node in ended] == [2] * 4
-    assert "error: node rank 2 was given twice: number the nodes from 0, each once" in ended[0].output
+    assert "error: node rank 2 was given twice: give each node a different one, from 0" in ended[0].output
     assert all("stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:])
 
 
@@ -340,7 +340,7 @@ def test_recorded_messages_of_a_head_do_not_start_a_node(port: int) -> None:
     with server(replay) as replay_port:
         node = Node(replay_port, 1, timeout=1, secret="shared").end()
     assert (len(recorded) > 0, node.code, head.end().code) == (True, 1, 1)
-    assert "error: node 1 (127.0.0.1): the head at 127.0.0.1 has ended, or does not answer any more" in node.output
+    assert "error: node 1 (127.0.0.1): node 0, the head at 127.0.0.1, has ended or does not answer" in node.output
 
 
 def test_a_stranger_takes_no_nodes_place_and_reads_no_config(port: int, tmp_path: Path) -> None:

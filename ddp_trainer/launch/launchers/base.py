@@ -75,7 +75,7 @@ class JobLauncher(Launcher):
         """Run all `jobs` and set their results; a failed job must not end others. Exits if the user stops the sweep."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run jobs and return their results. Print bad configs before a job starts; if all are bad, raise the first."""
+        """Run jobs and return their results. First print the errors of bad configs; if all are bad, raise the first."""
         jobs: dict[Path, Job] = {}
         numbered = enumerate(job_overrides, initial_job_idx)
         outcomes = [self.compose(list(overrides), number, jobs) for number, overrides in numbered]
@@ -94,7 +94,7 @@ class JobLauncher(Launcher):
         ]
 
     def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
-        """Return the job for `overrides`, added to `jobs` by run directory, or an error if its config is bad."""
+        """Return job `number`, and add it to `jobs` under its run directory; if its config is bad, return the error."""
         swept = [override for override in overrides if override not in self.config.hydra.overrides.task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
         try:

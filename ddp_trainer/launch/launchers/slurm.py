@@ -100,7 +100,7 @@ class SlurmLauncher(JobLauncher):
         return job_id
 
     def finish(self, job_id: str, job: Job) -> None:
-        """Set and print a job's result after it has left the queue; without a record in SLURM, summary.json has it."""
+        """Set and print the result of a job that left the queue: from summary.json, unless SLURM reports a failure."""
         log, state = files_of(job)[1], ""
         with suppress(TransientError):
             state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
@@ -110,7 +110,7 @@ class SlurmLauncher(JobLauncher):
 
 
 def files_of(job: Job) -> tuple[Path, Path]:
-    """Return the job file and the log of a job. Their stem, from config and run directory, is its name in SLURM."""
+    """Return the paths of the job file and the log, NAME.json and NAME.log. NAME is the name of the job in SLURM."""
     digest = hashlib.sha256(f"{config_digest(job.config)} {job.run_dir.absolute()}".encode()).hexdigest()
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest[:12]}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"

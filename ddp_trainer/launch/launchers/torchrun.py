@@ -82,7 +82,7 @@ class TorchrunLauncher(JobLauncher):
             sys.exit(0)
 
     def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
-        """Run a job on the GPUs of `slot`, print its output and set its result; yield repeatedly while it runs."""
+        """Run a job on share number `slot` of the GPUs, print its log in `folder`, set its result; yield meanwhile."""
         prefix, log, line = f"{job.number}: " if self.max_parallel > 1 else "", folder / f"job-{job.number}.log", b""
         try:
             torchrun = self.start(job, slot, log)
@@ -100,9 +100,9 @@ class TorchrunLauncher(JobLauncher):
         job.finish(failure if code else None)
 
     def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
-        """Start torchrun for a job, on the GPUs of `slot`, and return the process.
+        """Start torchrun for a job, on share number `slot` of the GPUs, and return the process.
 
-        It writes to the file `log`, not to a pipe: a logger's process may outlive torchrun and keep a pipe open.
+        torchrun writes to the file `log`, not to a pipe: wandb's service, for example, may keep a pipe open for longer.
         """
         config, ranks = job.config, self.world_size(job.config.device)
         if self.max_parallel > 1 and config.num_threads == "auto":

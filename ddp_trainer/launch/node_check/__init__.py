@@ -2,7 +2,7 @@
 
 The head (node 0) listens at the port where torchrun's store will listen. On each connection it sends a challenge; a
 node answers with a report and waits for the result. Messages are signed with a key that is derived from the secret that
-all nodes have; if there is no secret, from the config. The config itself is not sent, only its keys and digests.
+all nodes have; if there is no secret, from the config. The values in the config are not sent, only digests of them.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class NodeInfo:
         )
 
     def key(self) -> bytes:
-        """Return the key that signs this job's messages. It is slow to compute, so that nobody can try many configs."""
+        """Return the key that signs messages. Deriving it is slow, so that nobody can try many secrets or configs."""
         source = self.config[RDZV_ID] if self.config[SECRET] else self.config
         return hashlib.pbkdf2_hmac("sha256", self._digest(source), b"ddp_trainer", iterations=200_000)
 

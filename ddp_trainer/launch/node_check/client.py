@@ -19,7 +19,7 @@ OTHERS_SECONDS = 5.0
 
 
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when all nodes can start or the elastic job runs; else raise the reason. error: this node's own."""
+    """Return when this node can start; else raise the reason. error: what is wrong on this node; None: nothing."""
     key, result, deadline = node.key(), None, time.monotonic() + node.timeout
     while result is None:
         try:
@@ -34,7 +34,10 @@ async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
 
 
 async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
-    """Connect to the head, report, and return its result, an encoded error. If this raises, a retry may succeed."""
+    """Connect to the head, send a report, and return the head's result: an encoded error, or "" if the job can start.
+
+    error: an error of this node, also encoded; "" if there is none. If this function raises, a retry may succeed.
+    """
     try:
         reader, writer = await connect(*node.head)
     except OSError as failure:
@@ -61,14 +64,14 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
         except (OSError, ValueError):
             result = None
     if result is None or not is_signed:
-        raise TransientError(f"the head at {node.head[0]} has ended, or does not answer any more: see its output")
+        raise TransientError(f"node 0, the head at {node.head[0]}, has ended or does not answer: see its output")
     if not result.error or result.error[2:].startswith(f"node {node.node_rank} "):  # this node is the cause
         return result.error
     return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}"
 
 
 async def compare(node: NodeInfo, head: Message) -> str:
-    """Compare settings and clock with the head's, and test a connection to it; return an encoded error, or ""."""
+    """Compare settings and clock with node 0, the head, and connect to it; return an encoded error, "" if none."""
     behind = head.time - time.time()
     try:
         node.check_settings(head.settings)

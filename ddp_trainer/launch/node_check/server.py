@@ -22,7 +22,7 @@ MAX_UNKNOWN = 256
 
 
 async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when enough nodes are ready and have the result; else raise the reason. error: this node's own."""
+    """Return when enough nodes are ready; else raise the reason. error: what is wrong on this node; None: nothing."""
     with take_port(node) as listener, listen(node.address, 0) as own_port:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
@@ -31,7 +31,7 @@ async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
 
 
 def take_port(node: NodeInfo) -> socket.socket:
-    """Return a socket that listens at the head's address and port; ConfigError or PortTakenError if it cannot."""
+    """Return a socket that listens at node 0's address and port; PortTakenError if taken, ConfigError if not usable."""
     address, port = node.head
     try:
         if node.min_nodes < node.max_nodes:
@@ -64,7 +64,7 @@ class Server:
         self.deadline = self.newest_node + node.timeout
 
     async def run(self, listener: socket.socket) -> str:
-        """Return the result, an encoded error, after the nodes have read it or `LINGER_SECONDS` have passed."""
+        """Return the result when the nodes have read it, or after `LINGER_SECONDS`: an encoded error, or "" if none."""
         # because asyncio would print errors that other programs cause, for example if no file descriptor is left
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         server = await asyncio.start_server(self.serve, sock=listener, limit=MAX_BYTES, backlog=128)
@@ -113,7 +113,7 @@ class Server:
             await check_port(address, report.port, f"node {rank} ({address}): the head cannot reach it")
             if same := [other.address for other in self.reports.values() if other.rank == rank]:
                 hosts = "twice" if same == [address] else f"to {same[0]} and {address}"
-                raise ConfigError(f"node rank {rank} was given {hosts}: number the nodes from 0, each once")
+                raise ConfigError(f"node rank {rank} was given {hosts}: give each node a different one, from 0")
         except (ConfigError, TransientError) as error:
             self.set_result(encode_error(error))
         self.reports[writer], self.newest_node = report, time.monotonic()
@@ -144,7 +144,7 @@ class Server:
             self.set_result(encode_error(error))
 
     def slow_nodes(self) -> str:
-        """Exclude slow nodes from later starts in SLURM, and return an encoded error; empty if no node is slow."""
+        """Return an encoded error with the slow nodes, "" if none; SLURM will exclude them when it requeues the job."""
         nodes = {0: self.node} | {report.rank: report for report in self.reports.values()}
         slow = find_slow({rank: node.speeds for rank, node in nodes.items()})
         if not slow:
