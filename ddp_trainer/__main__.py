@@ -33,7 +33,10 @@ def main() -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command, "" if `words` begin with none, and the words after it; exit with 2 if it is unknown."""
+    """Return the command and the words after it; exit with 2 if the first word is an unknown command.
+
+    The command is "" if there are no words, or if the first word is an option (--help) or an override (key=value).
+    """
     if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
         return "", list(words)
     if words[0] in COMMANDS:

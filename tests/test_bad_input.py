@@ -100,7 +100,7 @@ ARGUMENTS = {
     "name=../x": "name='../x' must be one plain name, without /: it is the run's folder in output_dir",
     "name=..": "name='..' must be one plain name",
     "name=": "name='' must be one plain name",
-    "data.mean=[0.5,0.5]": "data.mean=[0.5, 0.5] and data.std=[0.354] must each have one value per channel",
+    "data.mean=[0.5,0.5]": "data.mean=[0.5, 0.5] and data.std=[0.354] must have the same length, not 0: ",
     "epochs": "'epochs' cannot be read: write key=value without spaces",
     "epochs=[1": "'epochs=[1' cannot be read: ",
     'name="x': "'name=\"x' cannot be read: ",

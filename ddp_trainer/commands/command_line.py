@@ -32,7 +32,7 @@ RANK_0_SECONDS = 5.0
 def run_command(
     command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str | None
 ) -> None:
-    """Parse `words`, and call ``command(config, run_dir, options)`` for each job in them; or print the help."""
+    """Parse `words`; call ``command(config, run_dir, options)`` once, or once per job of a sweep; or print the help."""
     usage = f"{command.__name__} [option=value …] [key=value …]"
     with errors_as_exit_codes():
         options, overrides = parse_options(schema, words, usage=usage, description=description)
@@ -40,7 +40,7 @@ def run_command(
 
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
-    """Compose configs from `words`, and call ``function(config, run_dir)`` for each job. Exits on an error."""
+    """Compose configs from `words`; call ``function(config, run_dir)`` once, or per job of a sweep. Exits on errors."""
     sys.argv[1:] = words
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
 
@@ -91,7 +91,7 @@ def check_arguments() -> None:
 
 
 def exit_with_user_error(error: Exception) -> NoReturn:
-    """Print the error once per node, and exit. Rank 0 does so first, because torchrun then ends the other ranks."""
+    """Print the error once per node, and exit; rank 0 prints first, because torchrun ends all ranks when one exits."""
     try:
         environment = read_environment()
     except ConfigError:

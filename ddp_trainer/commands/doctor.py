@@ -86,7 +86,7 @@ def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
 
 
 def examine(world: World, *, run_dir: Path, size_mb: int) -> list[Finding]:
-    """Measure all ranks, and return the same findings on every rank. Collective: every rank must call this."""
+    """Examine all hosts, the disk of `run_dir` and an all-reduce of `size_mb` MB; return all findings. Collective."""
     network = network_findings(world, size_mb=size_mb) if world.world_size > 1 else []
     fitness = fitness_findings(world)  # before the clocks, because all ranks finish it at the same time
     ranks = world.all_gather_object((socket.gethostname(), time.time(), host_findings(world)))
@@ -126,7 +126,7 @@ def host_findings(world: World) -> list[Finding]:
 
 
 def merge(nodes: dict[str, Finding]) -> Finding:
-    """Return one finding for `nodes` (by host name); equal values are shown once, different versions are an error."""
+    """Return one finding for all hosts of `nodes`: unequal values are listed by host; unequal versions are an error."""
     name, value, _, _ = next(iter(nodes.values()))
     advice = "; ".join(f"{host}: {finding.advice}" for host, finding in nodes.items() if finding.advice)
     if all(finding.value == value for finding in nodes.values()):

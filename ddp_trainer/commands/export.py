@@ -3,10 +3,11 @@
     python -m ddp_trainer export outputs/pets
     python -m ddp_trainer export outputs/pets format=onnx checkpoint=last preprocessing=outside
 
-Writes export/model.safetensors, export/model.pt2 (torch.export) and export/model.onnx in the run directory, and
-model_card.md, which explains how to use them. A file is kept only if its probabilities differ by at most 1e-5 from
-those of the checkpoint on 1,000 images of the split on which the training evaluated. Config keys that do not change the
-trained model can be set too, for example data.root.
+Writes export/model.safetensors, export/model.pt2 (torch.export) and export/model.onnx in the run directory, or only
+those that the option format lists, and export/model_card.md, which explains how to use them. By default the pt2 and
+onnx models normalize the images themselves; with preprocessing=outside, the calling program must do so. A file is kept
+only if its probabilities differ by at most 1e-5 from those of the checkpoint on 1,000 images of the split on which the
+training evaluated. Config keys that do not change the trained model can be set too, for example data.root.
 """
 
 from collections.abc import Sequence

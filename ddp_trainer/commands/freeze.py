@@ -53,7 +53,7 @@ def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, P
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)
-    require(number is not None or len(jobs) == 1, f"a job file holds one of these {len(jobs)} jobs: pick one by job=I")
+    require(number is not None or len(jobs) == 1, f"a job file cannot hold {len(jobs)} jobs: choose one by job=NUMBER")
     index = number or 0
     require(0 <= index < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep: count from 0")
     return jobs[index]

@@ -93,7 +93,10 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
 
 
 def measure_speeds(device: Device) -> dict[str, float]:
-    """Measure and return this node's speeds by name, on its slowest GPU; without GPUs, on all usable cores together."""
+    """Measure, print and return this node's "matrix product" (GFLOP/s) and "memory bandwidth" (GB/s).
+
+    Each speed is the lowest of the node's GPUs; without GPUs or with device=cpu, that of all usable cores together.
+    """
     from ddp_trainer.performance.fitness import UNITS, measure_node  # imports torch, which takes seconds
 
     speeds = measure_node(num_threads=usable_cores(), use_gpus=device is not Device.cpu)

@@ -1,12 +1,12 @@
-"""Predict the step time of each strategy on more ranks than are available here:
+"""Predict the step time of each strategy (choice of sync) on more ranks than are available here:
 
     torchrun --nproc_per_node=2 -m ddp_trainer plan model=resnet18 data=fashion_mnist
     python -m ddp_trainer plan bandwidth_mbit=1000 latency_us=100 model=resnet18
 
 Measures the time that a rank computes in a step, and the latency and bandwidth of the process group unless both are
-given as options. A cost model predicts from these numbers the step time, the efficiency, and the smallest batch per
-rank with which forward and backward last as long as the all-reduce, and so can hide it. Prints a table, and writes
-plan.json to <output_dir>/plan-<name>.
+given as options. A cost model predicts from these numbers the step time and the efficiency (1 is linear scaling), and
+the smallest batch per rank whose forward and backward last at least as long as the all-reduce: a smaller batch cannot
+hide the all-reduce. Prints a table, and writes plan.json to <output_dir>/plan-<name> (values of these config keys).
 """
 
 import json
@@ -48,12 +48,12 @@ class PlanOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, and predict step times; exit with 2 for wrong input, with 1 for any other failure."""
+    """Predict step times from measurements of this job; exit with 2 for wrong input, with 1 for any other failure."""
     run_command(plan, PlanOptions, words, description=__doc__)
 
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
-    """Measure compute and network on the ranks of this job, and print and write predictions on rank 0. Collective."""
+    """Measure computation and network of this job; on rank 0, print and write the predicted step times. Collective."""
     environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
     ranks, batch = environment.world_size, config.global_batch_size
     fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
@@ -84,7 +84,7 @@ def report(model: str, compute: Compute, network: Network, counts: list[int], fo
     table = Table(
         *("ranks", "all-reduce", "hidden from", *VARIANTS),
         title="predicted step time in milliseconds, and efficiency; the batch per rank stays the same",
-        caption="all-reduce: milliseconds; hidden from: the smallest batch per rank that can hide it",
+        caption="all-reduce: milliseconds; hidden from: smallest batch per rank whose computation lasts as long",
     )
     predictions = []
     for count in counts:

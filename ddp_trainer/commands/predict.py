@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> None:
     with errors_as_exit_codes():
         options, rest = parse_options(PredictOptions, words, usage=usage, description=__doc__)
         paths, overrides = split_paths(rest)
-        require(len(paths) > 1, "predict takes a run directory and images: predict RUN_DIR and FILES, a folder, or -")
+        require(len(paths) > 1, "predict takes a run directory and images: files, folders, or - (paths from stdin)")
         require(read_environment().world_size == 1, "predict runs in one process: start it without torchrun")
         try:
             predict(Path(paths[0]), paths[1:], options, overrides)
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def predict(run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]) -> None:
-    """Print the prediction for each file as a line of JSON on stdout, and each file that cannot be read on stderr."""
+    """Print a line of JSON for each image, and bad files on stderr. words: files, folders, or - for paths on stdin."""
     with disable_gc():  # imports torch
         import torch
 
@@ -91,5 +91,5 @@ def write_line(text: str) -> None:
 
 
 def printable(path: str) -> str:
-    """Return `path` in one line; if it has characters that cannot be printed, such as a newline, all are escaped."""
+    """Return `path` as one line: if a character cannot be printed, such as a newline, escape `path` as `repr` does."""
     return path if path.isprintable() else repr(path)[1:-1]

@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> None:
         unknown += [path for path in paths if path.startswith("-")]
         names = ", ".join(field.name for field in fields(ReportOptions))
         word = next(iter(unknown), None)
-        require(word is None, f"{word} is unknown: report has the options {names}; write ./ before a directory with =")
+        require(word is None, f"{word} is unknown: report has the options {names}; for a directory, write ./{word}")
         require(bool(paths), "report takes one or more run directories: report RUN_DIR")
         require(options.output != "", "output= is empty: name a file, or leave output out")
         run_dirs = [Path(path) for path in paths]

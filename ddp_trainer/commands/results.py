@@ -20,7 +20,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Create the folder for the file `path`, which the ``with`` block then writes; TransientError if it cannot."""
+    """Create the folder of the file `path`, which the ``with`` block writes; turn an OSError into a TransientError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -77,7 +77,7 @@ def median_tags(windows: Sequence[Tags]) -> Tags:
 
 
 def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
-    """Return a training step for `begun`, ready for its first batch; `loaders` may be those of another step."""
+    """Return a new training step for the config and data of `begun`; loaders: those of another step; None: new ones."""
     timer, step = build_step(begun)
     step.sync.begin()
     return StepRun(config=begun.config, step=step, timer=timer, loaders=loaders or begun.build_loaders())
@@ -114,7 +114,10 @@ def compare_strategies(begun: Start, *, rounds: int, steps: int, names: Sequence
 
 
 def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[str, StepRun | None], dict[str, str]]:
-    """Return by name the strategies that can run (None: not on this rank), and why the others cannot. Collective."""
+    """Return two dicts by name: the training step of each strategy that can run, and why others cannot. Collective.
+
+    A step is None on a rank that takes no part in the strategy. names: choices of sync; None: all choices.
+    """
     runs: dict[str, StepRun | None] = {}
     left_out: dict[str, str] = {}
     loaders: Callable[[World], Loaders] = cache(lambda world: replace(begun, world=world).build_loaders())
@@ -128,7 +131,7 @@ def build_strategies(begun: Start, names: Sequence[str] | None) -> tuple[dict[st
 
 
 def variants(name: str, world: World) -> dict[str, SyncConfig]:
-    """Return the configs of the strategy `name` to measure, for example one per hook of DDP, by name in the table."""
+    """Return, by row name in the table, the configs with which strategy `name` is measured: for ddp, one per hook."""
     if name == "replicas":
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         return {name: ReplicasConfig(devices=gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size)}
@@ -150,7 +153,10 @@ def build_strategy_run(sync: SyncConfig, begun: Start, loaders: Callable[[World]
 
 
 def measure(run: StepRun | None, world: World, *, steps: int) -> Tags:
-    """Take `steps` steps on all ranks at once; return their tags, with the bytes sent per rank and step. Collective."""
+    """Take `steps` steps on all ranks at once; return measurements by tag, with the bytes sent per rank and step.
+
+    run: the training step; None on a rank that takes no part, which returns the sent bytes only. Collective.
+    """
     world.all_gather_object(None)
     tags, before = {}, count_sent_bytes()
     if run is not None:
@@ -168,7 +174,7 @@ def count_sent_bytes() -> int:
 
 
 def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) -> dict[str, Any]:
-    """Return a strategy's row: medians over its `windows` (one per round), and its step time relative to `base`."""
+    """Return a row of benchmark.json: medians over `windows`, one per round. base: the windows of the first row."""
     shapes, size = [tuple(parameter.shape) for parameter in run.parameters], run.step.world.world_size
     state = run.step.optimizer.state.get(run.parameters[0], {}).values()
     slots = sum(torch.is_tensor(value) and value.shape == shapes[0] for value in state)
@@ -221,12 +227,15 @@ def measure_compute(begun: Start, *, steps: int) -> Compute:
 
 
 def compute_seconds(tags: Tags) -> float:
-    """Return the seconds of forward, backward and gradient sync, in steps that do not communicate."""
+    """Return the seconds per step of forward and backward; `StepTimer` tags the end of backward as communication."""
     return (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
 
 
 def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
-    """Return by communication hook how many seconds longer forward and backward take in DDP on one rank. Collective."""
+    """Return for each communication hook how many seconds forward and backward take longer with DDP than without it.
+
+    DDP gets a process group that consists of this rank only. Collective: every rank must call this.
+    """
     group, _ = dist.new_subgroups(group_size=1)
     step, bare = run.step, (run.step.sync, run.step.replica)
     configs = [config for config in VARIANTS.values() if isinstance(config, DDPConfig)]
@@ -245,7 +254,10 @@ def measure_ddp_overhead(run: StepRun, *, steps: int) -> dict[str, float]:
 
 
 def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[float]:
-    """Return by parameter the seconds from forward to its gradient, scaled so that the last is `forward_backward`."""
+    """Return for each parameter the seconds from the beginning of forward until the parameter's gradient is ready.
+
+    These are medians over `steps` steps, all scaled by one factor so that the largest is `forward_backward` seconds.
+    """
     began: list[float] = []
     times: list[list[float]] = [[] for _ in run.parameters]
 
@@ -265,7 +277,7 @@ def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[fl
 
 
 def measure_network(compute: Compute, world: World) -> Network:
-    """Measure and return the latency, bandwidth and overhead of all-reduces. Collective: every rank must call this."""
+    """Return latency (s), bandwidth (bytes/s), extra time per call (s) of all-reduces of the gradients. Collective."""
     device, world_size = world.device, world.world_size
     large = torch.zeros(max(MIN_ELEMENTS, int(compute.size / 4)), device=device)
     gradients = [torch.zeros(shape, device=device) for shape in compute.shapes]

@@ -1,4 +1,4 @@
-"""``train``, the default command: compose the config, and train as one rank."""
+"""``train``, the default command: compose the config, and train in this process, which is one rank of the job."""
 
 import sys
 from collections.abc import Sequence
@@ -46,7 +46,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether this process runs a sweep; ConfigError if ``hydra/launcher`` is not possible in this case."""
+    """Return whether this process trains the jobs of a sweep itself; ConfigError if ``hydra/launcher`` is not basic.
+
+    torchrun and slurm, the other launchers, need --multirun, and train the jobs of a sweep in other processes.
+    """
     hydra = HydraConfig.get()
     launcher, is_multirun = hydra.runtime.choices["hydra/launcher"], hydra.mode is RunMode.MULTIRUN
     way_out = "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"

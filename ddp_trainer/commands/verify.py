@@ -71,7 +71,7 @@ def read_checkpoint(path: Path) -> State | str:
 
 
 def check_config(files: RunFiles) -> Iterator[str]:
-    """Yield a text if config.yaml is missing or damaged."""
+    """Yield an error text if config.yaml is missing or damaged."""
     with suppress(OSError, yaml.YAMLError):
         if isinstance(yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict):
             return
@@ -79,7 +79,7 @@ def check_config(files: RunFiles) -> Iterator[str]:
 
 
 def check_checkpoints(files: RunFiles) -> Iterator[str]:
-    """Yield a text if no checkpoint exists, and for each checkpoint that is damaged or has the name of another step."""
+    """Yield an error text if no checkpoint exists, and for each that is damaged or has another step than its name."""
     if not files.checkpoints:
         yield "checkpoints: there is none"
     for name, state in files.checkpoints.items():
@@ -90,7 +90,7 @@ def check_checkpoints(files: RunFiles) -> Iterator[str]:
 
 
 def check_metrics(files: RunFiles) -> Iterator[str]:
-    """Yield a text if metrics.jsonl has damaged lines, and for each step that goes back or occurs more than once."""
+    """Yield an error text for damaged lines of metrics.jsonl, and for steps that are not in order or occur twice."""
     lines = files.metrics.read_text(errors="replace").splitlines() if files.metrics.exists() else []
     if damaged := len(lines) - len(files.records):
         yield f"metrics.jsonl: damaged lines: {damaged}"
@@ -103,7 +103,7 @@ def check_metrics(files: RunFiles) -> Iterator[str]:
 
 
 def check_samples(files: RunFiles) -> Iterator[str]:
-    """Yield a text for each finished epoch that did not use exactly once each sample that the seed selects."""
+    """Yield an error text for each finished epoch whose logged digest or number of samples is not the expected one."""
     logged = {record.get("epoch"): record for record in files.records if "samples/digest" in record}
     for epoch in range(files.newest["epoch"] if files.newest and files.metrics.exists() else 0):
         digest, count = expected_digest(files.newest, epoch=epoch)
@@ -116,7 +116,7 @@ def check_samples(files: RunFiles) -> Iterator[str]:
 
 
 def check_tensorboard(files: RunFiles) -> Iterator[str]:
-    """Yield a text if the run has both TensorBoard files and metrics.jsonl, and their training steps differ."""
+    """Yield an error text if the run has both TensorBoard files and metrics.jsonl, and their training steps differ."""
     folder, logged = files.run_dir / "tensorboard", files.training_steps
     if folder.is_dir() and files.metrics.exists():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
@@ -128,7 +128,7 @@ def check_tensorboard(files: RunFiles) -> Iterator[str]:
 
 
 def check_summary(files: RunFiles) -> Iterator[str]:
-    """Yield a text if summary.json is damaged, or has a later step than the newest checkpoint."""
+    """Yield an error text if summary.json is damaged, or has a later step than the newest checkpoint."""
     path, state = files.run_dir / "summary.json", files.newest
     try:
         steps = Summary.from_json(path.read_text(errors="replace")).steps if state and path.exists() else 0

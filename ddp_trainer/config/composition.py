@@ -82,8 +82,8 @@ def from_builtins(tree: dict[str, Any]) -> Config:
     """Return a `Config` with the values of `tree`, nested dicts as `to_builtins` returns them.
 
     Raises:
-        ConfigError: a value breaks a rule, or the plug-in of a choice is not installed.
-        OmegaConfBaseException: a key is unknown, or a value is of another type.
+        ConfigError: a value breaks a rule, or `tree` names a choice (such as a model) whose plug-in is not installed.
+        OmegaConfBaseException: a key is unknown, or a value has the wrong type.
     """
     config = OmegaConf.structured(Config)
     config.logger = {}

@@ -76,7 +76,7 @@ class DataConfig:
         check_values(self, "data.")
         require(
             len(self.mean) == len(self.std) > 0,
-            f"data.mean={self.mean} and data.std={self.std} must each have one value per channel",
+            f"data.mean={self.mean} and data.std={self.std} must have the same length, not 0: one value per channel",
         )
         require(all(s >= 1e-6 for s in self.std), f"data.std={self.std} must be at least 1e-6 in every channel")
 

@@ -55,7 +55,7 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
             names = value if isinstance(value, list) else [value]
             are_names = all(isinstance(name, str) and name != "???" for name in names)
             require(are_names, f"{text} is not a valid choice: {choose(key)}")
-        require(not key.startswith("experiment."), f"{text} is unknown: set the key itself, without experiment.")
+        require(not key.startswith("experiment."), f"{text} is unknown: write the key without the prefix 'experiment.'")
         group, _, name = key.rpartition(".")
         require(name != "name" or group not in registry.GROUPS, f"{text} cannot be set: choose with {group}=…")
         is_list = get_origin(known.get(group, (None,))[0]) is list

@@ -140,8 +140,8 @@ class Config:
             choice = registry.find(key.partition(".")[0], type(chosen))
             require(
                 choice is not None and chosen.name == choice.name,
-                f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is registered: register "
-                "the class under that name, or leave its field `name` at the registered value",
+                f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is registered: leave `name` "
+                f"of a registered class at its default, or register a class whose default `name` is {chosen.name}",
             )
         self._check_together()
 

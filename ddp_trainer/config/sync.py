@@ -69,9 +69,10 @@ class DDPConfig(SyncConfig):
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
 
-        For auto it depends on the model alone, because buckets decide the order of sums, which must not change if a run
-        is to resume bitwise equal. powersgd has one bucket, because each bucket sends three messages, two of them from
-        callbacks that gloo runs when a message arrives: ranks could send the messages of two buckets in other orders.
+        With bucket_cap_mb=auto the size depends on the model alone: buckets determine the order in which gradients are
+        summed, and this order must not change if a resumed run is to be bitwise equal. With comm_hook=powersgd all
+        gradients are in one bucket: each bucket sends three messages, two of them from callbacks that gloo runs when a
+        message arrives, so that with two buckets the order of the messages could differ between ranks.
         """
         if self.comm_hook is CommHook.powersgd:
             return int(gradient_bytes / 2**20) + 1
