@@ -4,8 +4,8 @@
 
 Every trainer trains the same model on Fashion-MNIST with the same augmentation and global batch, on `--ranks` ranks of
 one thread under torchrun. A round runs each of them once and begins with another one, so that a slow minute of the
-machine slows all of them. The rounds give two comparisons. As a user would run it: the defaults of each trainer. Like
-for like: `--precision`, no compile, and malloc set to keep freed memory. Without that setting glibc maps the
+machine slows all of them. The rounds give two comparisons. As a user would run it: the defaults of each trainer. With
+the same settings: `--precision`, no compile, and malloc set to keep freed memory. Without that setting glibc maps the
 activations of a LeNet step anew or not, depending on what a process has freed before, which changes the speed of plain
 DDP by a tenth.
 """
