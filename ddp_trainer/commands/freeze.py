@@ -49,11 +49,11 @@ def main(words: Sequence[str]) -> None:
 
 
 def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, Path]:
-    """Return config and run directory for `overrides`, or for job `number` of a sweep; ConfigError if it is missing."""
+    """Return config and run directory for `overrides`; of a sweep, those of job `number`, or ConfigError without it."""
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)
-    require(number is not None or len(jobs) == 1, f"a job file cannot hold {len(jobs)} jobs: choose one by job=NUMBER")
+    require(number is not None or len(jobs) == 1, f"a job file holds one job, not {len(jobs)}: choose one, job=NUMBER")
     index = number or 0
     require(0 <= index < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep: count from 0")
     return jobs[index]

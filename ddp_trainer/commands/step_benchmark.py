@@ -153,9 +153,10 @@ def build_strategy_run(sync: SyncConfig, begun: Start, loaders: Callable[[World]
 
 
 def measure(run: StepRun | None, world: World, *, steps: int) -> Tags:
-    """Take `steps` steps on all ranks at once; return measurements by tag, with the bytes sent per rank and step.
+    """Take `steps` steps of `run` on all ranks at the same time; return the measurements by tag. Collective.
 
-    run: the training step; None on a rank that takes no part, which returns the sent bytes only. Collective.
+    One tag is the mean over ranks of the bytes sent per step. run: None on a rank that takes no steps: it returns only
+    this tag.
     """
     world.all_gather_object(None)
     tags, before = {}, count_sent_bytes()
@@ -174,7 +175,7 @@ def count_sent_bytes() -> int:
 
 
 def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) -> dict[str, Any]:
-    """Return a row of benchmark.json: medians over `windows`, one per round. base: the windows of the first row."""
+    """Return a row of benchmark.json: medians over the rounds, and the step time divided by that of `base`."""
     shapes, size = [tuple(parameter.shape) for parameter in run.parameters], run.step.world.world_size
     state = run.step.optimizer.state.get(run.parameters[0], {}).values()
     slots = sum(torch.is_tensor(value) and value.shape == shapes[0] for value in state)
@@ -227,7 +228,7 @@ def measure_compute(begun: Start, *, steps: int) -> Compute:
 
 
 def compute_seconds(tags: Tags) -> float:
-    """Return the seconds per step of forward and backward; `StepTimer` tags the end of backward as communication."""
+    """Return the seconds per step of forward and backward, with the end of backward, which has a tag of its own."""
     return (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
 
 
@@ -277,7 +278,7 @@ def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[fl
 
 
 def measure_network(compute: Compute, world: World) -> Network:
-    """Return latency (s), bandwidth (bytes/s), extra time per call (s) of all-reduces of the gradients. Collective."""
+    """Measure all-reduces: latency (s), bandwidth (bytes/s), and further time of each call (s). Collective."""
     device, world_size = world.device, world.world_size
     large = torch.zeros(max(MIN_ELEMENTS, int(compute.size / 4)), device=device)
     gradients = [torch.zeros(shape, device=device) for shape in compute.shapes]

@@ -46,9 +46,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def is_sweep() -> bool:
-    """Return whether this process trains the jobs of a sweep itself; ConfigError if ``hydra/launcher`` is not basic.
+    """Return whether this process trains the jobs of a sweep itself, with ``hydra/launcher=basic``.
 
-    torchrun and slurm, the other launchers, need --multirun, and train the jobs of a sweep in other processes.
+    ConfigError with another launcher: torchrun and slurm train the jobs of a sweep in other processes, so that one of
+    them here means that --multirun is missing; any other launcher is not supported.
     """
     hydra = HydraConfig.get()
     launcher, is_multirun = hydra.runtime.choices["hydra/launcher"], hydra.mode is RunMode.MULTIRUN

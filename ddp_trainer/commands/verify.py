@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def find_damage(run_dir: Path) -> dict[str, list[str]]:
-    """Return by the name of each check what it has found, one text per problem; an empty list if all is well."""
+    """Return a dict from the name of each check to its list of problems, one text each, empty if there is none."""
     files = RunFiles(run_dir)
     checks = (check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary)
     return {check.__name__.removeprefix("check_"): list(check(files)) for check in checks}

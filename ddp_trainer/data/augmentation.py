@@ -108,7 +108,7 @@ class Augmentation:
         return images
 
     def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:
-        """Return images, float [B, C, H, W], with zeros, the mean of normalized images, in the rectangles ``boxes``."""
+        """Return images, float [B, C, H, W], with the rectangles ``boxes`` set to 0, the mean of normalized images."""
         if params.boxes is None:
             return images
         top, left, bottom, right = params.boxes[:, :, None, None].unbind(1)

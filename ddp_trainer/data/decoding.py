@@ -1,4 +1,4 @@
-"""Decoding of image files of any size and format, and crops, scaled to uint8 [3, S, S] (S = data.image_size)."""
+"""Decodes image files of any size and format, crops the images, and scales the crops to S × S (data.image_size)."""
 
 import io
 import math

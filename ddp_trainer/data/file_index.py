@@ -190,7 +190,7 @@ def walk(root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tup
 
 
 def save_index(index: FileIndex) -> FileIndex:
-    """Write `index` to its file, if that works and no folder changed for `MIN_AGE_SECONDS`; return `index` anyway."""
+    """Return `index`, after trying to write it to its file if no folder changed in the last `MIN_AGE_SECONDS`."""
     if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
         texts = {"names": index.names, "folders": b"\0".join(index.folders)}
         texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))

@@ -44,7 +44,7 @@ class DamagedCacheError(RuntimeError):
 
 
 class PixelCache:
-    """A complete cache. Threads may read it at the same time."""
+    """The decoded images of a split, read from the files of `open_cache`. Threads may read at the same time."""
 
     def __init__(self, folder: Path, *, count: int) -> None:
         """Map the cache of `count` images in `folder` into memory; ConfigError if it is damaged."""

@@ -226,7 +226,7 @@ class FailureMonitor:
         os._exit(code)
 
     def _remove_error_file(self) -> None:
-        """Remove the error file which says, in advance, that this rank was killed; keep a report of the root cause."""
+        """Remove the error file that was written in case this rank is killed, unless it now reports the root cause."""
         with self._lock:
             if self._environment.error_file is not None and not self._is_root_cause:
                 Path(self._environment.error_file).unlink(missing_ok=True)

@@ -14,10 +14,10 @@ from ddp_trainer.config.errors import ConfigError
 class GracefulStop:
     """A flag that is set by SIGTERM, SIGINT or the stop file; ConfigError if the file's folder cannot be read.
 
-    A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends, is ignored without
-    torchrun, and where nohup or a launch script already ignores it. Otherwise it sets the flag, because a torchrun that
-    receives SIGHUP ends its ranks. Use as a context manager: leaving it restores the former signal handlers, and
-    `is_set` keeps its value.
+    A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends, is ignored if
+    torchrun has not started this process, or if nohup or a launch script has set it to be ignored. Otherwise it sets
+    the flag, because torchrun gets the signal too and ends its ranks. Use as a context manager: leaving it restores the
+    former signal handlers, and `is_set` keeps its value.
     """
 
     def __init__(self, stop_file: Path | None = None, *, under_torchrun: bool = False) -> None:

@@ -175,7 +175,7 @@ def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[Wor
 
     All ranks must call that function with the group's `World`. It returns the result, or raises on all ranks the
     ConfigError or TransientError that ``attempt()`` has raised on one of them. While ``attempt()`` runs, other ranks in
-    `join_round` begin their timeout anew every `BUSY_SECONDS`, if torchrun's own process has the store.
+    `join_round` begin their timeout anew every `BUSY_SECONDS`, if a torchrun process, not rank 0, runs the store.
     """
     future: Future[T] = Future()
     done = threading.Event()
@@ -237,7 +237,7 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
 
 
 def shutdown() -> None:
-    """Leave the process group, if any. Delete all DDP modules before: one that is alive may abort Python at exit."""
+    """Leave the process group, if any. The caller must have deleted all DDP modules: one may abort Python at exit."""
     gc.collect()  # DDP modules are in reference cycles
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -214,7 +214,7 @@ def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
 
 
 def last_collectives() -> list[str]:
-    """Return this process's last collectives, from torch's flight recorders; their numbers are equal on all ranks."""
+    """Return the last collectives, from torch's flight recorder; one collective has the same number on all ranks."""
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
 

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 class FlightRecorder:
-    """Keeps the newest rows, of mean times by phase and memory over some steps, and writes them when the job fails."""
+    """Keeps the newest rows, and writes them when the job fails. A row has mean times by phase, memory and heat."""
 
     def __init__(self, run_dir: Path, phases: Sequence[str], *, rank: int) -> None:
         self.path, self.phases = run_dir / FLIGHT_DIR / f"rank-{rank:05}.jsonl", phases
@@ -29,7 +29,7 @@ class FlightRecorder:
         self._seconds = [0.0] * len(phases)
 
     def add(self, step: int, steps: Sequence[Sequence[float]], **values: float) -> None:
-        """Add the seconds of each phase in each new step; `step` is the last one. values: such as memory now."""
+        """Add rows for the new steps up to `step`: seconds of each step by phase. values: further columns (memory)."""
         self._values = values
         for number, seconds in enumerate(steps, start=step - len(steps) + 1):
             self._seconds = [a + b for a, b in zip(self._seconds, seconds, strict=True)]

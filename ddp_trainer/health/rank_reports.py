@@ -64,7 +64,7 @@ class RankReports:
             self.lanes.start(step)
 
     def own(self) -> list[float]:
-        """Return NUM_SENSORS numbers (memory, heat), then the sum of `own_times` over each new `block_steps` steps."""
+        """Return NUM_SENSORS numbers (memory, heat), then the sum of `own_times` in each new block of `block_steps`."""
         blocks: list[float] = []
         steps = self.own_times()
         for seconds in steps:

@@ -53,7 +53,7 @@ class Sample:
 
 
 class StragglerFinder:
-    """Compares the times of ranks without waiting for others, over windows of samples (sums over several steps).
+    """Compares the ranks' own times, in which they do not wait for others, over windows of samples (sums over steps).
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if both its time per step and its time per image are longer, so that a larger share of the batch is no fault.
@@ -99,7 +99,10 @@ class StragglerFinder:
             self._samples.clear()
 
     def _slow_rank(self, window: Tensor) -> int | None:
-        """Return the slowest rank that is slow by `NAMED` and beyond noise, or None. window: [samples, W, 2 P + 1]."""
+        """Return the slowest rank whose slowdown is at least `NAMED` and exceeds the noise; None if there is none.
+
+        window: slowdowns, [samples, W, 2 P + 1], with the columns of `Sample`.
+        """
         length, excess = len(window), level(window)
         is_slow = (excess >= NAMED) & ((window > EACH).sum(0) >= WINDOWS[length]) & (excess[:, -1:] > EACH)
         past = list(self._past[length])
@@ -112,7 +115,7 @@ class StragglerFinder:
         return int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
-        """Set `found` to `rank` and a phase. slowdown: [2 P + 1] as in `Sample`, of `length` samples from `first`."""
+        """Set `found` to `rank` and its slow phase. slowdown: mean of `length` samples from `first` on, [2 P + 1]."""
         since, named = first.begin, first.longest
         if self.found is None:
             for past_length, past in self._past.items():  # the last windows have samples of the slow rank

@@ -37,8 +37,8 @@ class Instant(NamedTuple):
 class StepTimer:
     """The time of a log window by phase, from the host's clock on a CPU and from events of the stream on a GPU.
 
-    Communication is the part that does not overlap with computing: for DDP the time from the last gradient to the end
-    of backward, for a strategy that communicates after backward all of its communication.
+    Communication is the part that does not overlap with computing. For DDP, this is the time from the last gradient to
+    the end of backward; for a strategy that communicates after backward, it is the whole time of communication.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:

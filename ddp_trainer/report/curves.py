@@ -1,4 +1,4 @@
-"""The curves of the report page as compact JSON values; if they have too many values, the longest are shortened."""
+"""The curves of the report page as compact JSON values; of too many values, the longest curves keep fewer points."""
 
 import math
 from bisect import bisect_right
@@ -54,7 +54,7 @@ def extremes(values: list[float]) -> tuple[float, float]:
 
 
 def means(values: list[float]) -> tuple[float, float]:
-    """Return (mean, mean) of `values`, ignoring nan, for an interval's two rows in `shorten`; nan if all are nan."""
+    """Return the mean of `values` twice, for two rows. nan values are ignored; the mean is nan if all are nan."""
     finite = [value for value in values if value == value]
     mean = sum(finite) / len(finite) if finite else math.nan
     return mean, mean

@@ -69,7 +69,7 @@ class Evaluation:
         return not (self.metrics or self.matrix.names or self.mistakes)
 
     def reference(self, value: object) -> Reference:
-        """Return the class with name or index `value`: its index in the page's `classes`, or its name if not there."""
+        """Return the class `value` (its index or name) as its index in the page's `classes`, else its name."""
         place = whole(value)
         name = self.class_names[place] if place is not None and place < len(self.class_names) else value
         return self.places.get(name, text(name)) if isinstance(name, str) else text(name)
@@ -206,7 +206,7 @@ def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
 
 
 def thumbnail_shares(evaluations: Sequence[Evaluation], *, limit: int = MAX_THUMBNAILS) -> Iterator[int]:
-    """Divide `limit` thumbnails equally and yield each evaluation's number; if one needs fewer, others get more."""
+    """Yield how many of `limit` thumbnails each evaluation gets: equally many, but those that one does not need."""
     counts = [sum(mistake.picture is not None for mistake in evaluation.mistakes) for evaluation in evaluations]
     shares, left = dict.fromkeys(range(len(counts)), 0), limit
     order = sorted(shares, key=counts.__getitem__)

@@ -50,7 +50,7 @@ class Lanes:
         return [[str(rank), f"{means[rank]:,.2f} ms", f"{100 * (means[rank] / middle - 1):+.1f} %"] for rank in slowest]
 
     def encode(self) -> dict[str, Any]:
-        """Return the lanes as JSON values for the report page, times in milliseconds with three significant digits."""
+        """Return the ranks' own times as JSON values for the report page, in milliseconds with 3 significant digits."""
         rounded = [[None if value is None else float(f"{value:.3g}") for value in lane] for lane in self.own_ms]
         return {"title": self.title, "ranks": self.ranks, "steps": self.steps, "own": rounded, "worst": self.worst}
 

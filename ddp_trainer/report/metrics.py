@@ -185,7 +185,7 @@ def read_log(files: RunFiles) -> Metrics:
 
 
 def with_times(launches: list[Launch], tables: list[Table]) -> list[Launch]:
-    """Return `launches`, each with the times of the last record before it and of the first record after it."""
+    """Return `launches`, each with the times of the last record before its start and of the first record after that."""
     moments = sorted({moment for table in tables for moment in zip(table.steps, table.times, strict=True)})
     moments = [(step, time) for step, time in moments if not math.isnan(time)]
     timed = []

@@ -40,9 +40,10 @@ class Run:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a value was not finite after the step in summary.json, or at any step if summary.json has none.
+        """Whether a value was not finite after the last step of the last launch that ended without a failure.
 
-        An earlier value does not count: the training went on after it, for example because such updates are skipped.
+        Only such a launch writes summary.json with its last step; without summary.json any step counts. An earlier
+        value does not count: the training went on after it, for example because such updates are skipped.
         """
         steps = whole(self.summary.get("steps"))
         return self.metrics.nonfinite is not None and (steps is None or self.metrics.nonfinite.step > steps)

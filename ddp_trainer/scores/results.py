@@ -27,7 +27,7 @@ class SampleResults:
         self.parts.append(torch.stack([column.double() for column in columns], 1))
 
     def rows(self) -> Tensor:
-        """Return id, label, prediction, loss, confidence, in top 5 of this rank's n labeled samples: float64 [n, 6]."""
+        """Return a row for each labeled sample of this rank, float64 [n, 6], with the columns `ID` to `IN_TOP5`."""
         rows = torch.cat(self.parts)
         return rows[rows[:, LABEL] >= 0]
 

@@ -51,7 +51,7 @@ class ControlPoint:
         self.saved_at, self.is_save_postponed = time.perf_counter(), False
 
     def begin(self, step: int) -> None:
-        """Begin or resume an epoch after `step` optimizer steps. Ranks decide together after the next step."""
+        """Begin or resume an epoch after `step` optimizer steps; `decide` returns a decision after the next step."""
         self.next_step, self.last_step, self.last_time = step, step, time.perf_counter()
 
     def saved(self) -> None:

@@ -166,7 +166,7 @@ class GradientCheck:
         return wait
 
     def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
-        """Return the result of `combine` for the gradient of the batch of the rank `shift` before this one."""
+        """Return the result of `combine` for the gradient of the batch of rank r - `shift`, where r is this rank."""
         step, world = self.step, self.world
         source = (world.rank - shift) % world.world_size
         buffers = [buffer.clone() for buffer in step.model.buffers()]

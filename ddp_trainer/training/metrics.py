@@ -31,14 +31,14 @@ class Evaluation:
 
 
 class MetricSums:
-    """Sums of losses and correct predictions, on the device; the host reads them only when ranks decide together."""
+    """Sums of losses and correct predictions, kept on the device, so that a step need not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.vector = torch.zeros(3, dtype=torch.float64, device=device)
         """float64 [3]: sum of losses, number of correct predictions, number of samples."""
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch. loss_sum: [], logits: [B, C], labels: [B] or [B, C]; labels < 0 and rows of 0 do not count."""
+        """Add a batch. loss_sum: [], logits: [B, C], labels: [B], negative for no label; or [B, C], 0 for no label."""
         if labels.ndim == 2:  # mixed images: the class with the largest share counts as the correct one
             shares, classes = labels.max(1)
             labels = torch.where(shares > 0, classes, -1)

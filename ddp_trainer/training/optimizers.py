@@ -69,7 +69,7 @@ def timm_optimizers() -> Any:
 
 
 def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: weights, with weight decay; biases and normalization, without it (so without trust ratio)."""
+    """Return two groups: weights; and biases and normalization, without weight decay and so, in timm, trust ratio."""
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},

@@ -61,7 +61,7 @@ NEW, BASE = (
         ((*NEW, "world_size=300"), "global_batch_size=256 must be at least the world size, 300"),
         ((*NEW, "world_size=two"), "world_size=two "),
         ((*NEW, "seed=0,1", "job=2"), "job=2 is not among the 2 jobs"),
-        (("freeze", "{folder}/new.json", "--multirun", "seed=0,1"), "a job file cannot hold 2 jobs"),
+        (("freeze", "{folder}/new.json", "--multirun", "seed=0,1"), "a job file holds one job, not 2: "),
         (("freeze", "seed=1"), "FILE is missing: freeze FILE [key=value …]"),
         ((*BASE, "epoch=3"), "epoch=3 is unknown"),
         ((*BASE, "epochs=x"), "epochs=x must be a whole number"),

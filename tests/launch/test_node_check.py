@@ -130,7 +130,7 @@ def test_a_head_that_was_killed_or_is_not_there_is_noticed(port: int) -> None:
 def test_a_rank_that_two_nodes_have_is_named(port: int) -> None:
     ended = end_all(*(Node(port, rank, nnodes="4") for rank in (0, 1, 2, 2)))
     assert [node.code for node in ended] == [2] * 4
-    assert "error: node rank 2 was given twice: give each node a different one, from 0" in ended[0].output
+    assert "error: node rank 2 was given twice: give each node a different rank, from 0" in ended[0].output
     assert all("stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:])
 
 

@@ -61,7 +61,11 @@ def cache_folder(config: ImageFilesConfig) -> Path:
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folders of the training and the evaluation images; if `is_split`, the folder of both, and None."""
+    """Return the folder of training images and that of evaluation images. is_split: None for the second.
+
+    Evaluation images are then a part of the training images (data.validation_fraction). ConfigError if a folder is
+    missing.
+    """
     if not (root / "train").is_dir():
         require(
             is_split,

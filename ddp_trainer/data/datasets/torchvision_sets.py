@@ -137,7 +137,7 @@ def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig
 
 
 def as_images(data: Any, *, count: int) -> Tensor | None:
-    """Return uint8 images [N, H, W], [N, H, W, C] or [N, C, H, W] as [N, C, H, W]; None if not so, or N != `count`."""
+    """Return `data` as [N, C, H, W]; None if it is not uint8 [N, H, W], [N, H, W, C] or [N, C, H, W], N = `count`."""
     if not isinstance(data, Tensor | np.ndarray) or len(data) != count:
         return None
     images = torch.as_tensor(data)

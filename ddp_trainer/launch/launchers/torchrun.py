@@ -82,7 +82,10 @@ class TorchrunLauncher(JobLauncher):
             sys.exit(0)
 
     def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
-        """Run a job on share number `slot` of the GPUs, print its log in `folder`, set its result; yield meanwhile."""
+        """Run a job on share number `slot` of the GPUs: yield while it runs, print its output, set its result.
+
+        folder: where the job file and the output of the job are written.
+        """
         prefix, log, line = f"{job.number}: " if self.max_parallel > 1 else "", folder / f"job-{job.number}.log", b""
         try:
             torchrun = self.start(job, slot, log)

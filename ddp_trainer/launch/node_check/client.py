@@ -19,7 +19,7 @@ OTHERS_SECONDS = 5.0
 
 
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when this node can start; else raise the reason. error: what is wrong on this node; None: nothing."""
+    """Wait until this node can start; raise an error if it cannot. error: what is wrong on this node; None: nothing."""
     key, result, deadline = node.key(), None, time.monotonic() + node.timeout
     while result is None:
         try:
@@ -71,7 +71,7 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
 
 
 async def compare(node: NodeInfo, head: Message) -> str:
-    """Compare settings and clock with node 0, the head, and connect to it; return an encoded error, "" if none."""
+    """Compare settings and clock with the head (node 0), try its second port; return an encoded error, "" if none."""
     behind = head.time - time.time()
     try:
         node.check_settings(head.settings)

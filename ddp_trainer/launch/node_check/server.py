@@ -64,7 +64,7 @@ class Server:
         self.deadline = self.newest_node + node.timeout
 
     async def run(self, listener: socket.socket) -> str:
-        """Return the result when the nodes have read it, or after `LINGER_SECONDS`: an encoded error, or "" if none."""
+        """Serve the nodes; return the result, an encoded error or "", when they have it or after `LINGER_SECONDS`."""
         # because asyncio would print errors that other programs cause, for example if no file descriptor is left
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         server = await asyncio.start_server(self.serve, sock=listener, limit=MAX_BYTES, backlog=128)
@@ -113,7 +113,7 @@ class Server:
             await check_port(address, report.port, f"node {rank} ({address}): the head cannot reach it")
             if same := [other.address for other in self.reports.values() if other.rank == rank]:
                 hosts = "twice" if same == [address] else f"to {same[0]} and {address}"
-                raise ConfigError(f"node rank {rank} was given {hosts}: give each node a different one, from 0")
+                raise ConfigError(f"node rank {rank} was given {hosts}: give each node a different rank, from 0")
         except (ConfigError, TransientError) as error:
             self.set_result(encode_error(error))
         self.reports[writer], self.newest_node = report, time.monotonic()
