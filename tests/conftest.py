@@ -194,6 +194,15 @@ def train_in(tmp_path: Path) -> Callable[..., Path]:
     return go
 
 
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train twenty steps on handwritten digits; return the run directory, which tests leave as it is."""
+    folder = tmp_path_factory.mktemp("digits")
+    train_on(2, "model=lenet", "data=digits", "precision=fp32", "max_steps=20", "logger=[]", f"output_dir={folder}",
+             "name=run")  # fmt: skip
+    return folder / "run"
+
+
 @contextmanager
 def memory_disk(folder: Path, options: str) -> Iterator[Path]:
     """Mount memory as a disk at `folder`, with options of tmpfs."""

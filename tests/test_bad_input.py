@@ -1,10 +1,12 @@
 """Bad input is one error that names the key, the value, the rule and the fix."""
 
-import contextlib
+import gc
 import io
 import os
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,9 @@ ARGUMENTS = {
     "epochs=[1": "'epochs=[1' cannot be read: ",
     'name="x': "'name=\"x' cannot be read: ",
     "epochs=1,2": "epochs=1,2 has several values: add --multirun to run each, or make it a list, 'epochs=[1,2]'",
+    "ema.decay=1": "ema.decay=1.0 must be greater than 0 and less than 1",
+    "ema.decay=0": "ema.decay=0.0 must be greater than 0 and less than 1",
+    "sync=local_sgd ema.decay=0.9": "ema.decay=0.9 needs parameters that are equal on all ranks",
     "data=synthetic data.num_eval=0": "data.num_eval=0 must be greater than 0",
     "data=synthetic data.num_classes=1": "data.num_classes=1 must be 2 to 256",
     "data=synthetic data.channels=1": "data.mean=[0.5, 0.5, 0.5] and data.std must each have one value per channel",
@@ -191,28 +196,39 @@ def test_half_of_a_launchers_variables_is_one_error(without_torch: dict[str, Any
 # --- what needs the number of ranks, the data or the directory ----------------------------------
 
 
-def run_commands(commands: list[tuple[str, ...]]) -> list[tuple[Any, str]]:
-    """Run command lines one after another in this process. Return the exit code and the stderr of each."""
+def run_commands(commands: list[tuple[str, ...]], without: Sequence[str]) -> list[tuple[Any, str, str]]:
+    """Run command lines in this process, in which the packages `without` cannot be imported.
+
+    Return the exit code, the stderr and the stdout of each.
+    """
     command_line.RANK_0_SECONDS = 0.0  # nobody ends the other ranks here
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    results: list[tuple[Any, str]] = []
+    gc.freeze()  # or each shutdown takes a quarter of a second
+    sys.modules.update(dict.fromkeys(without))  # type: ignore[arg-type]
+    results: list[tuple[Any, str, str]] = []
     for command in commands:
         sys.argv = ["ddp_trainer", *command]
-        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        with redirect_stderr(io.StringIO()) as stderr, redirect_stdout(io.StringIO()) as stdout:
             try:
-                __main__.main()
-                results.append((0, stderr.getvalue()))
+                code: Any = __main__.main() or 0
             except SystemExit as left:
-                results.append((left.code, stderr.getvalue()))
+                code = left.code
+        results.append((code, stderr.getvalue(), stdout.getvalue()))
         shutdown()
     return results
 
 
-def refused_on_two_ranks(*commands: tuple[str, ...], code: int = 2) -> list[str]:
-    """Return the error of each command line on two ranks, after checking that it ends both and is printed once."""
+def refused(
+    ranks: int, *commands: tuple[str, ...], code: int = 2, without: Sequence[str] = (), silent: bool = False
+) -> list[str]:
+    """Return the error of each command line, after checking that it ends all ranks and is printed once.
+
+    If `silent`, nothing else may be printed.
+    """
     errors = []
-    for (first, message), second in zip(*on_ranks(2, run_commands, list(commands)), strict=True):
-        assert (first, second) == (code, (code, ""))
+    for (first, message, other), *others in zip(*on_ranks(ranks, run_commands, list(commands), without), strict=True):
+        assert [(first, "", ""), *others] == [(code, "", "")] * ranks, message
+        assert not (silent and other)
         assert message.startswith("error: ")
         assert message.count("\n") == 1
         errors.append(message.removeprefix("error: ").rstrip())
@@ -233,19 +249,19 @@ def test_all_ranks_refuse_and_rank_0_prints_why(tmp_path: Path) -> None:
         ("model=resnet18", "model.stem=imagenet", "global_batch_size=3"): "global_batch_size=3 leaves a rank only one ",
         (f"output_dir={tmp_path}/file",): f"output_dir={tmp_path}/file must be a folder that can be written: there is ",
     }
-    errors = refused_on_two_ranks(*((*TINY, f"output_dir={tmp_path}", *overrides) for overrides in expected))
+    errors = refused(2, *((*TINY, f"output_dir={tmp_path}", *overrides) for overrides in expected))
     for error, message in zip(errors, expected.values(), strict=True):
         assert error.startswith(message)
-    [error] = refused_on_two_ranks(("data=fashion_mnist", f"data.root={tmp_path}", f"output_dir={tmp_path}"))
+    [error] = refused(2, ("data=fashion_mnist", f"data.root={tmp_path}", f"output_dir={tmp_path}"))
     assert error.startswith(f"data.root={tmp_path} must be a folder with Fashion-MNIST's four IDX files")
 
 
 def test_a_run_directory_of_another_config_is_refused_by_naming_the_keys(tmp_path: Path) -> None:
     run = (*TINY, f"output_dir={tmp_path}", "name=run", "epochs=1")
-    [refused] = refused_on_two_ranks((*run, "data.height=4"))  # leaves the directory to the corrected command
-    assert refused.startswith("model=lenet needs ")
+    [error] = refused(2, (*run, "data.height=4"))  # leaves the directory to the corrected command
+    assert error.startswith("model=lenet needs ")
     train_on(1, *run)
-    assert refused_on_two_ranks((*run, "optimizer.lr=0.3", "seed=1", "num_threads=1")) == [
+    assert refused(2, (*run, "optimizer.lr=0.3", "seed=1", "num_threads=1")) == [
         f"{tmp_path}/run holds a run of another config (optimizer.lr: 0.05 → 0.3; seed: 0 → 1): choose name=… for a "
         "new run, or resume=never to start from step 0 (the old directory is renamed)"
     ]
@@ -256,8 +272,8 @@ def test_a_second_launch_into_a_live_run_directory_is_refused(tmp_path: Path) ->
     overrides = (*TINY, f"output_dir={tmp_path}", "name=live")
     config = compose(*overrides)
     with lock_run_dir(tmp_path / "live", to_builtins(config), resume=config.resume):
-        refused = refused_on_two_ranks(overrides, code=1)
-    assert refused == [f"another launch is running in {tmp_path}/live: wait for it, stop it, or choose name=…"]
+        errors = refused(2, overrides, code=1)
+    assert errors == [f"another launch is running in {tmp_path}/live: wait for it, stop it, or choose name=…"]
 
 
 @pytest.mark.parametrize("argument", ["epoch=3", "backend=nccl"])
@@ -269,3 +285,55 @@ def test_under_torchrun_the_error_is_printed_once_and_soon(argument: str, tmp_pa
     assert f"error: {argument} " in done.output
     assert "ddp_trainer/" not in done.output, "a traceback of ours"
     assert time.monotonic() - began < 30
+
+
+# --- the other commands -------------------------------------------------------------------------
+
+COMMANDS = {
+    "docter": "docter is not a command: did you mean doctor?",
+    "doctor optimiser=sgd": "optimiser=sgd is unknown: did you mean optimizer?",
+    "doctor size_mb=0": "size_mb=0 must be greater than 0",
+    "plan {tiny}": "a single rank has no network to measure",
+    "plan {tiny} latency_us=5": "bandwidth_mbit and latency_us must be given together",
+    "plan {tiny} latency_us=5 bandwidth_mbit=0": "bandwidth_mbit=0.0 must be greater than 0",
+    "plan {tiny} latency_us=5 bandwidth_mbit=10 ranks=2,x": "ranks=2,x must be whole numbers of at least 1",
+    "plan {tiny} latency_us=5 bandwidth_mbit=10 global_batch_size=1": "global_batch_size=1 must be at least 2",
+    "benchmark {tiny} strategies=rung": "strategies=rung is not a valid choice: choose from ddp,",
+    "benchmark {tiny} strategies=ddp,data_parallel": "sync=data_parallel is for one process with GPUs",
+    "benchmark {tiny} steps=0": "steps=0 must be greater than 0",
+    "benchmark {tiny} rounds=few": "rounds=few must be a whole number",
+    "benchmark {tiny} --steps=3": "--steps=3 is not a flag",
+    "benchmark {tiny} model=lenett": "model=lenett is not a valid choice",
+    "verify": "verify takes one run directory",
+    "verify {folder}/nowhere": "{folder}/nowhere is not a run directory",
+    "evaluate": "evaluate takes one run directory",
+    "evaluate {folder}/missing": "{folder}/missing is not a run directory",
+    "evaluate {run} checkpoint=7": "checkpoint=7 of {run} does not exist: choose from best, last, 20, ",
+    "evaluate {run} split=valid": "split=valid must be one of test, validation, train",
+    "evaluate {run} split=validation": "split=validation does not exist: {run} held out no images",
+    "evaluate {run} optimizer.lr=1": "optimizer.lr=1 would change what was trained",
+    "evaluate {run} eval_batch=3": "eval_batch=3 is unknown: did you mean eval_batch_size",
+    "evaluate {run} eval_batch_size=0": "eval_batch_size=0 must be greater than 0",
+    "evaluate {run} device=cuda": "device=cuda needs a GPU",
+    "predict {run}": "predict takes a run directory and images",
+    "predict {run} {folder}/missing.png": "{folder}/missing.png cannot be read (No such file or directory): give image "
+    "files, a folder, or -",
+    "predict {run} {folder}/{long}": "{folder}/{long} cannot be read (File name too long)",
+    "predict {run} {folder}/none": "{folder}/none has no image",
+    "predict {run} {folder} top=0": "top=0 must be greater than 0",
+    "predict {folder} {run}": "{folder} is not a run directory",
+    "export": "export takes one run directory",
+    "export {run} format=tflite": "format=tflite is not a valid choice; choose from safetensors, pt2, onnx",
+    "export {run} preprocessing=none": "preprocessing=none must be one of inside, outside",
+    "export {run} format=onnx": "format=onnx needs onnxscript: pip install 'ddp_trainer[export]'",
+}
+
+
+def test_a_mistake_in_any_command_is_one_error(digits_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    tiny = " ".join([*TINY, f"output_dir={tmp_path}"])
+    words = {"run": digits_run, "folder": tmp_path, "long": 300 * "x", "tiny": tiny}
+    commands = [tuple(command.format(**words).split()) for command in COMMANDS]
+    errors = refused(1, *commands, without=["onnxscript"], silent=True)
+    for error, message in zip(errors, COMMANDS.values(), strict=True):
+        assert error.startswith(message.format(**words))

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-from conftest import compose, in_process_group, launch, on_ranks
+from conftest import compose, in_process_group, launch, on_ranks, succeed
 
 from ddp_trainer.commands.doctor import Finding, clock_finding, examine, merge
 
 
 def test_a_single_process_is_ready(tmp_path: Path) -> None:
-    done = launch("doctor", f"output_dir={tmp_path}")
-    assert done.code == 0, done.output
+    done = succeed("doctor", f"output_dir={tmp_path}")
     assert done.output.endswith("ready: 1 rank can train here\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -27,18 +25,10 @@ def test_ranks_come_to_the_same_findings(tmp_path: Path) -> None:
     assert not any(finding.is_error for finding in first)
 
 
-@pytest.mark.parametrize(
-    ("setting", "error"),
-    [
-        ("output_dir=/proc/none", "error: /proc cannot be written ("),
-        ("optimiser=sgd", "error: optimiser=sgd is unknown: did you mean optimizer?\n"),
-        ("size_mb=0", "error: size_mb=0 must be greater than 0\n"),
-    ],
-)
-def test_what_keeps_a_run_from_training_is_an_error(setting: str, error: str) -> None:
-    done = launch("doctor", setting)
+def test_what_keeps_a_run_from_training_is_an_error() -> None:
+    done = launch("doctor", "output_dir=/proc/none")
     assert done.code == 2, done.output
-    assert error in done.output
+    assert "error: /proc cannot be written (" in done.output
     assert "ready" not in done.output
 
 

@@ -54,13 +54,6 @@ def words_for(data: str, folder: Path) -> tuple[str, ...]:
             "global_batch_size=64")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    train_on(2, *LENET, "data=digits", f"output_dir={folder}", "name=run")
-    return folder / "run"
-
-
 @pytest.fixture
 def run_dir(digits_run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(digits_run, tmp_path / "run")
@@ -150,30 +143,6 @@ def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path:
     assert metrics["loss"] == pytest.approx(summary["eval/loss"], rel=1e-5)
 
 
-WRONG = {
-    "evaluate takes one run directory": [],
-    "{folder}/missing is not a run directory": ["{folder}/missing"],
-    "checkpoint=7 of {run} does not exist: choose from best, last, 20, ": ["{run}", "checkpoint=7"],
-    "split=valid must be one of test, validation, train": ["{run}", "split=valid"],
-    "split=validation does not exist: {run} held out no images": ["{run}", "split=validation"],
-    "optimizer.lr=1 would change what was trained": ["{run}", "optimizer.lr=1"],
-    "eval_batch=3 is unknown: did you mean eval_batch_size": ["{run}", "eval_batch=3"],
-    "eval_batch_size=0 must be greater than 0": ["{run}", "eval_batch_size=0"],
-    "device=cuda needs a GPU": ["{run}", "device=cuda"],
-}
-
-
-@pytest.mark.parametrize("expected", [text for text in WRONG if "cuda" not in text or not torch.cuda.is_available()])
-def test_wrong_arguments_are_one_line_and_exit_2(
-    expected: str, digits_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main([word.format(run=digits_run, folder=tmp_path) for word in WRONG[expected]])
-    assert ended.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {expected.format(run=digits_run, folder=tmp_path)}")
-
-
 def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,8 +158,7 @@ def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
         (unknown, "model.name=mine is unknown here: install its plug-in"),
     ]:
         write_file(path, content)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit, match=r"^2$"):
             evaluate.main([str(run_dir), "checkpoint=last"])
-        assert ended.value.code == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {expected}")

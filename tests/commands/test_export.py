@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import launch, run_command, train_on
+from conftest import run_command, train_on
 from torch import nn
 
 import ddp_trainer
@@ -115,9 +115,8 @@ def test_a_file_that_differs_is_not_kept(lenet_run: Path, monkeypatch: pytest.Mo
     (lenet_run / "export").mkdir(exist_ok=True)
     (lenet_run / "export/model.safetensors").write_text("old")
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: torch.rand(len(x), self.out_features))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^2$"):
         export.main([str(lenet_run), "checkpoint=last", "format=safetensors"])
-    assert ended.value.code == 2
     assert (lenet_run / "export/model.safetensors").read_text() == "old"
     assert not list((lenet_run / "export").glob(".*"))
 
@@ -133,34 +132,13 @@ def test_the_model_card_has_what_others_need(lenet_run: Path) -> None:
     assert "onnx" not in text
 
 
-def test_a_missing_package_is_one_line(lenet_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['onnxscript'] = None")
-    done = launch("export", str(lenet_run), "format=onnx", PYTHONPATH=str(tmp_path))
-    assert done.code == 2, done.output
-    [line] = done.output.splitlines()
-    assert line.startswith("error: format=onnx needs onnxscript: pip install 'ddp_trainer[export]'")
-
-
-WRONG = {
-    "export takes one run directory": [],
-    "format=tflite is not a valid choice; choose from safetensors, pt2, onnx": ["{run}", "format=tflite"],
-    "preprocessing=none must be one of inside, outside": ["{run}", "preprocessing=none"],
-    "data.root={folder}/missing must be": ["{run}", "checkpoint=last", "data.root={folder}/missing"],
-}
-
-
-@pytest.mark.parametrize("expected", WRONG)
-def test_wrong_arguments_are_one_line_and_exit_2(
-    expected: str, lenet_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_the_data_the_comparison_can_be_left_out(
+    lenet_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        export.main([word.format(run=lenet_run, folder=tmp_path) for word in WRONG[expected]])
-    assert ended.value.code == 2
+    words = [str(lenet_run), "format=safetensors", f"data.root={tmp_path}/missing", "checkpoint=last"]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        export.main(words)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {expected.format(folder=tmp_path)}")
-
-
-def test_without_the_data_the_comparison_can_be_left_out(lenet_run: Path, tmp_path: Path) -> None:
-    words = ["format=safetensors", "check_images=0", f"data.root={tmp_path}/missing", "checkpoint=last"]
-    export.main([str(lenet_run), *words])
+    assert line.startswith(f"error: data.root={tmp_path}/missing must be")
+    export.main([*words, "check_images=0"])
     assert "not compared with the checkpoint" in (lenet_run / "export/model_card.md").read_text()

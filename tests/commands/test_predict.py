@@ -1,7 +1,6 @@
 """``predict`` and `load`: the probabilities of ``evaluate`` for the same files, in their order; bad files are named."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,13 +42,6 @@ def run_dir(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     train_on(1, *COMMON, "data=imagefolder", f"data.root={images}", "data.image_size=16", "global_batch_size=16",
              f"data.cache_dir={folder}", f"output_dir={folder}", "name=run")  # fmt: skip
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    train_on(1, *COMMON, "data=digits", f"output_dir={folder}", "name=run")
     return folder / "run"
 
 
@@ -116,31 +108,6 @@ def test_paths_come_from_stdin_and_a_reader_may_stop_early(separator: str, run_d
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
         assert process.wait(60) == 1
-
-
-WRONG = {
-    "predict takes a run directory and images": ["{run}"],
-    "{folder}/missing.png cannot be read (No such file or directory): give image files, a folder, or -": [
-        "{run}",
-        "{folder}/missing.png",
-    ],
-    "{folder}/" + 300 * "x" + " cannot be read (File name too long)": ["{run}", "{folder}/" + 300 * "x"],
-    "{folder}/none has no image": ["{run}", "{folder}/none"],
-    "top=0 must be greater than 0": ["{run}", "{folder}", "top=0"],
-    "{folder} is not a run directory": ["{folder}", "{run}"],
-}
-
-
-@pytest.mark.parametrize("expected", WRONG)
-def test_wrong_arguments_are_one_line_and_exit_2(
-    expected: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "none").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        predict.main([word.format(run=run_dir, folder=tmp_path) for word in WRONG[expected]])
-    assert ended.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {expected.format(run=run_dir, folder=tmp_path)}")
 
 
 def test_several_ranks_are_refused(run_dir: Path, images: Path) -> None:
@@ -212,11 +179,3 @@ def test_the_part_of_a_picture_is_that_of_an_evaluation(seed: int) -> None:
     preprocessing = Preprocessing(mean=[0.5], std=[0.5], image_shape=[3, 224, 224], center_crop=0.875)
     for height, width in np.random.default_rng(seed).integers(1, 3000, (200, 2)).tolist():
         assert preprocessing.box(height, width) == center_box(height, width)
-
-
-def test_help_needs_no_run(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (predict, evaluate):
-        with pytest.raises(SystemExit, match=r"^$"):  # exit code 0
-            command.main(["--help"])
-        assert "checkpoint=best" in capsys.readouterr().out
-    assert os.path.exists(ddp_trainer.__file__)

@@ -9,10 +9,6 @@ from conftest import TINY, launch, on_ranks, records, train_on
 from ddp_trainer.commands import evaluate, report
 
 
-def _evaluate(words: list[str]) -> None:
-    evaluate.main(words)
-
-
 def test_a_run_that_diverged_says_so_in_its_metrics_and_its_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -32,7 +28,7 @@ def test_the_end_of_a_run_leaves_the_scores_of_evaluate_and_a_report(tmp_path: P
     train_on(3, *words)
     folder = tmp_path / "run/evaluation/last-test"
     by_training = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    on_ranks(2, _evaluate, [str(tmp_path / "run"), "checkpoint=last"])
+    on_ranks(2, evaluate.main, [str(tmp_path / "run"), "checkpoint=last"])
     by_command = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     metrics = [json.loads(files.pop("metrics.json")) for files in (by_training, by_command)]
     mistakes = [json.loads(files.pop("mistakes.json")) for files in (by_training, by_command)]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from conftest import TINY, compose, on_ranks, read_summary, records
-from test_bad_input import run_commands
+from test_bad_input import refused
 
 from ddp_trainer import Logger, LoggerConfig, register_logger, run
-from ddp_trainer.config.errors import USER_ERROR, ConfigError
+from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.loggers import base
 from ddp_trainer.loggers.base import LoggerGroup
 
@@ -110,18 +110,10 @@ def test_without_a_start_nothing_is_called() -> None:
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-def leave(*call: Any) -> None:
-    sys.exit(1)
-
-
-def hang(*call: Any) -> None:
-    time.sleep(3600)
-
-
 BAD: dict[str, tuple[Callable[..., Any], bool]] = {
-    "leaves": (leave, False),
-    "leaves_in_background": (leave, True),
-    "hangs_in_background": (hang, True),
+    "leaves": (raising(SystemExit(1)), False),
+    "leaves_in_background": (raising(SystemExit(1)), True),
+    "hangs_in_background": (lambda *call: time.sleep(3600), True),
 }
 """What the methods of a logger do, and whether in the background, by the logger's name."""
 
@@ -154,21 +146,12 @@ def test_clients_that_exit_or_hang_end_no_training(tmp_path: Path) -> None:
 # --- packages that are missing --------------------------------------------------------------------
 
 
-def run_without(packages: list[str], commands: list[tuple[str, ...]]) -> list[tuple[Any, str]]:
-    """Run command lines in a process in which `packages` cannot be imported."""
-    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
-    return run_commands(commands)
-
-
 def test_all_ranks_refuse_a_logger_whose_package_is_missing(tmp_path: Path) -> None:
     packages = ["wandb", "mlflow"]
     commands = [(*TINY, f"logger=[jsonl,{package}]", f"output_dir={tmp_path}") for package in packages]
-    expected = [
-        f"error: logger={package} needs {package}: pip install 'ddp_trainer[{package}]'\n" for package in packages
+    assert refused(2, *commands, without=packages) == [
+        f"logger={package} needs {package}: pip install 'ddp_trainer[{package}]'" for package in packages
     ]
-    first, second = on_ranks(2, run_without, packages, commands)
-    assert first == [(USER_ERROR, message) for message in expected]
-    assert second == [(USER_ERROR, "")] * 2, "rank 0 prints"
 
 
 @pytest.mark.parametrize(

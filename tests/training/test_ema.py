@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BATCHNORM, TINY, assert_bitwise, compose, launch, train_all, trained_state
+from conftest import BATCHNORM, TINY, assert_bitwise, compose, train_all, trained_state
 from torch.nn.functional import cross_entropy
 
 from ddp_trainer.data.dataset import ImageTensors, build_datasets
@@ -61,16 +61,3 @@ def test_the_average_is_evaluated(tmp_path: Path) -> None:
 def test_without_a_decay_there_is_no_average(tmp_path: Path) -> None:
     train_all(1, [(*TINY, "epochs=1", f"output_dir={tmp_path}", "name=run")])
     assert states(tmp_path / "run")[-1]["ema"] is None
-
-
-@pytest.mark.parametrize("word", ["ema.decay=1", "ema.decay=0"])
-def test_a_decay_is_between_0_and_1(word: str) -> None:
-    done = launch(word)
-    assert (done.code, done.output.count("\n")) == (2, 1)
-    assert "must be greater than 0 and less than 1" in done.output
-
-
-def test_local_sgd_has_no_average() -> None:
-    done = launch("sync=local_sgd", "ema.decay=0.9")
-    assert (done.code, done.output.count("\n")) == (2, 1)
-    assert "ema.decay=0.9 needs parameters that are equal on all ranks" in done.output
