@@ -89,9 +89,8 @@ def commands() -> list[str]:
         for line in fenced_lines(paper):
             is_command = re.search(r"-m ddp_trainer(?= |$)|^ddp-trainer |launch/local\.sh ", line)
             is_of_a_run = re.search(r"ddp_trainer (evaluate|predict|export|report) ", line)  # has options of its own
-            if (
-                is_command and not is_of_a_run and not own & set(re.findall(r"=(\w+)", line))
-            ):  # those are in test_plugins.py
+            is_own = own & set(re.findall(r"=(\w+)", line))  # those are in test_plugins.py
+            if is_command and not is_of_a_run and not is_own:
                 found.append(line)
     return found
 

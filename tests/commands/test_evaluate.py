@@ -25,10 +25,6 @@ def _evaluate(*commands: list[str]) -> None:
         evaluate.main(words)
 
 
-def evaluate_on(ranks: int, run_dir: Path, *words: str) -> None:
-    on_ranks(ranks, _evaluate, [str(run_dir), *words], deadline=120)
-
-
 def metrics_of(run_dir: Path, name: str) -> dict[str, Any]:
     return json.loads((run_dir / f"evaluation/{name}/metrics.json").read_text())
 
@@ -107,7 +103,7 @@ def test_every_split_has_its_own_images(tmp_path: Path) -> None:
     assert counts["test"] == len(whole.eval)  # type: ignore[arg-type]
     assert counts["train"] + counts["validation"] == len(whole.train)  # type: ignore[arg-type]
     assert counts["validation"] == round(0.25 * len(whole.train))  # type: ignore[arg-type]
-    evaluate_on(1, tmp_path / "run", "checkpoint=last")
+    on_ranks(1, evaluate.main, [str(tmp_path / "run"), "checkpoint=last"])
     summary = read_summary(tmp_path / "run")
     assert metrics_of(tmp_path / "run", "last-validation")["top1"] == summary["eval/top1"]
 
@@ -117,7 +113,7 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
              "name=run")  # fmt: skip
     other = write_digits(tmp_path / "other", splits=("",), count=60)
     next((other / "digit 3").iterdir()).write_bytes(b"no image")
-    evaluate_on(2, tmp_path / "run", f"data.root={other}", "checkpoint=last")
+    on_ranks(2, evaluate.main, [str(tmp_path / "run"), f"data.root={other}", "checkpoint=last"])
     metrics = metrics_of(tmp_path / "run", "last-test")
     assert metrics["count"] == 59
     assert metrics["data"] == {"name": "imagefolder", "root": str(other)}
@@ -137,7 +133,7 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
 def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path: Path) -> None:
     words = (*TINY, *BATCHNORM, "ema.decay=0.5", "max_steps=3", f"output_dir={tmp_path}", "name=run")
     summary = train_on(2, *words)
-    evaluate_on(1, tmp_path / "run", "checkpoint=last")
+    on_ranks(1, evaluate.main, [str(tmp_path / "run"), "checkpoint=last"])
     metrics = metrics_of(tmp_path / "run", "last-test")
     assert metrics["top1"] == summary["eval/top1"]
     assert metrics["loss"] == pytest.approx(summary["eval/loss"], rel=1e-5)

@@ -1,13 +1,13 @@
 """The phases of a step: they add up to it, and communication is the part that does not overlap with backward."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, compose, newest_checkpoint, on_ranks, records, train_on
+from conftest import TINY, compose, newest_checkpoint, on_ranks, records
 from torch import nn
 
 from ddp_trainer import registry
@@ -77,9 +77,8 @@ def test_each_window_begins_anew_and_the_rate_is_the_median() -> None:
 
 
 @pytest.mark.parametrize("sync", ["sync=ddp", "sync=allreduce"])
-def test_a_run_logs_the_phases_of_its_steps(sync: str, tmp_path: Path) -> None:
-    train_on(2, *TINY, sync, f"output_dir={tmp_path}", "name=run", "log_every_steps=4", "max_steps=8")
-    assert_phases_add_up(tmp_path / "run")
+def test_a_run_logs_the_phases_of_its_steps(sync: str, train_in: Callable[..., Path]) -> None:
+    assert_phases_add_up(train_in("run", *TINY, sync, "log_every_steps=4", "max_steps=8", ranks=2))
 
 
 def assert_phases_add_up(run_dir: Path) -> None:
