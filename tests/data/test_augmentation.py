@@ -27,13 +27,8 @@ def equal(one: AugmentationParams, other: AugmentationParams) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
-def change(padded: Tensor, ids: Tensor, draws: AugmentationParams, augment: Augmentation) -> Tensor:
-    """Return what training sees of uint8 images, without normalisation."""
-    return augment.erase(augment.crop(padded[ids], draws).float(), draws)
-
-
 def change_one_by_one(images: Tensor, ids: Tensor, draws: AugmentationParams, config: AugmentConfig) -> Tensor:
-    """Do the same with loops over images, rows and columns."""
+    """Return what training sees of uint8 images, without normalisation, by loops over images, rows and columns."""
     pad, changed = config.random_crop_padding, []
     for n, image in enumerate(images[ids].tolist()):
         new = torch.zeros(len(image), HEIGHT, WIDTH)
@@ -67,7 +62,7 @@ def test_a_batch_is_what_a_loop_over_images_gives(config: AugmentConfig, channel
     images = torch.randint(1, 256, (8, channels, HEIGHT, WIDTH), dtype=torch.uint8, generator=random)
     ids = torch.randperm(8, generator=random)[:5]
     draws = augment.draw(5, epoch=0)
-    batch = change(augment.pad(images), ids, draws, augment)
+    batch = augment.erase(augment.crop(augment.pad(images)[ids], draws).float(), draws)
     assert torch.equal(batch, change_one_by_one(images, ids, draws, config))
 
 

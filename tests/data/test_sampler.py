@@ -1,5 +1,7 @@
 """Law 2: global batches are slices of one order, whatever the number of ranks; each rank takes every W-th."""
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,18 +21,11 @@ def sizes(draw: DrawFn) -> Sizes:
     return draw(st.integers(global_batch_size, 200)), global_batch_size, world_size
 
 
-def samplers(sizes: Sizes, *, seed: int = 0, shuffle: bool = True) -> list[GlobalBatchSampler]:
+def samplers(sizes: Sizes, **options: Any) -> list[GlobalBatchSampler]:
     """Return the sampler of each rank."""
-    length, global_batch_size, world_size = sizes
+    length, size, world_size = sizes
     return [
-        GlobalBatchSampler(
-            range(length),
-            global_batch_size=global_batch_size,
-            num_replicas=world_size,
-            rank=rank,
-            seed=seed,
-            shuffle=shuffle,
-        )
+        GlobalBatchSampler(range(length), global_batch_size=size, num_replicas=world_size, rank=rank, **options)
         for rank in range(world_size)
     ]
 
