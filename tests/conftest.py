@@ -75,12 +75,17 @@ def torchrun(ranks: int, *options: str) -> list[str]:
             "--master-addr=127.0.0.1", f"--master-port={port}", *options]  # fmt: skip
 
 
-def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str) -> Finished:
-    """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the test."""
-    process = subprocess.Popen(
+def start_command(command: Sequence[str], *, cwd: Path | None = None, **extra: str) -> subprocess.Popen[str]:
+    """Start `command` in a session of its own, with both its outputs in one pipe."""
+    return subprocess.Popen(
         command, cwd=cwd, env=clean_environment(PYTHONFAULTHANDLER="1", **extra), text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str) -> Finished:
+    """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the test."""
+    process = start_command(command, cwd=cwd, **extra)
     try:
         output, _ = process.communicate(timeout=deadline)
     except subprocess.TimeoutExpired:
@@ -88,6 +93,16 @@ def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None =
         output, _ = process.communicate()
         pytest.fail(f"still running after {deadline} s: {' '.join(command)}\n{output}")
     return Finished(process.returncode, output)
+
+
+def processes_with(variable: str) -> list[int]:
+    """Return the ids of the processes that have ``NAME=value`` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def end_with_descendants(process: Any) -> None:

@@ -16,6 +16,7 @@ FAULTY = str(Path(__file__).with_name("faulty.py"))
 NODE = ["NNODES=1", "NODE_RANK=0", "HEAD=127.0.0.1", "NPROC=1"]
 WRONG_VARIABLES = {
     "local.sh NPROC=0": "NPROC=0 must be a number of ranks",
+    "local.sh NPROC=two": "NPROC=two must be a number of ranks",
     "local.sh NPROC=9999999": "NPROC=9999999 must be a number of ranks",
     "local.sh PYTHON=/nonexistent": "PYTHON=/nonexistent cannot be run",
     "multinode.sh PYTHON=/nonexistent": "PYTHON=/nonexistent cannot be run",

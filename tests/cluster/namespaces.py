@@ -6,20 +6,16 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+import pytest
 from conftest import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = "needs root, iproute2 and util-linux (network namespaces)"
-
-
-def can_make_hosts() -> bool:
-    """Return whether this user and kernel have network namespaces."""
-    return os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare")))
+SCRIPT = str(ROOT / "launch" / "multinode.sh")
 
 
 class Hosts:
@@ -43,9 +39,7 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _build(self) -> None:
@@ -156,3 +150,12 @@ class Hosts:
 def ip(*words: str) -> None:
     """Run the ip command."""
     subprocess.run(["ip", *words], check=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Four hosts."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("needs root, iproute2 and util-linux (network namespaces)")
+    with Hosts(4) as made:
+        yield made

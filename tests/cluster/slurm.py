@@ -8,12 +8,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Self
 
 import pytest
-from conftest import clean_environment
+from conftest import clean_environment, processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "mount")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
@@ -131,7 +132,7 @@ class SlurmCluster:
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
-        self._kill_all(lambda variables: belongs_to_node(variables, name))
+        self._kill_all(f"NODE_UNDER_TEST={name}", f"SLURMD_NODENAME={name}")
 
     def stop(self) -> None:
         """End all jobs, daemons and mounts of this cluster."""
@@ -148,25 +149,21 @@ class SlurmCluster:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
-        self._kill_all(lambda variables: f"SLURM_CONF={self.config}" in variables)
+        self._kill_all(f"SLURM_CONF={self.config}")
         if self._cgroup.is_mount():
             for name in self.nodes:
-                remove_cgroup(self._cgroup / f"slurm_{name}")
+                for path, _, _ in os.walk(self._cgroup / f"slurm_{name}", topdown=False):
+                    os.rmdir(path)  # its files go with it
             subprocess.run(["umount", self._cgroup], check=True)
 
-    def _kill_all(self, is_victim: Callable[[set[str]], bool]) -> None:
-        """SIGKILL every process of this cluster with such an environment, and wait until it is gone."""
+    def _kill_all(self, *variables: str) -> None:
+        """SIGKILL every process that has one of `variables` in its environment, and wait until it is gone."""
 
         def kill() -> bool:
-            victims = [
-                pid for pid, variables in environments()
-                if f"SLURM_CONF={self.config}" in variables and is_victim(variables)
-            ]  # fmt: skip
+            victims = [pid for variable in variables for pid in processes_with(variable)]
             for pid in victims:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
             return not victims
 
         until(kill, "the killed processes are gone")
@@ -251,27 +248,6 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-def environments() -> Iterator[tuple[int, set[str]]]:
-    """Yield the id and the environment of every process that still has one."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                yield int(entry.name), set((entry / "environ").read_bytes().decode(errors="replace").split("\0"))
-            except OSError:
-                continue
-
-
-def belongs_to_node(variables: set[str], name: str) -> bool:
-    """Return whether a process with this environment was started by the slurmd of node `name`."""
-    return f"NODE_UNDER_TEST={name}" in variables or f"SLURMD_NODENAME={name}" in variables
-
-
-def remove_cgroup(folder: Path) -> None:
-    """Remove a cgroup without processes, and those in it: its files go with it."""
-    for path, _, _ in os.walk(folder, topdown=False):
-        os.rmdir(path)
 
 
 @pytest.fixture(scope="session")

@@ -4,27 +4,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import TINY, wait_for
 
-from cluster.namespaces import NEEDS, ROOT, Hosts, can_make_hosts
+from cluster.namespaces import ROOT, SCRIPT, Hosts
 
-pytestmark = pytest.mark.skipif(not can_make_hosts(), reason=NEEDS)
-
-SCRIPT = str(ROOT / "launch" / "multinode.sh")
 SECONDS = 30
 """How long it may take until a node has ended with its error, of which the nodes wait this long for each other:"""
-JOIN_SECONDS = 15
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(4) as made:
-        yield made
+JOIN_SECONDS = "15"
 
 
 @dataclass(frozen=True)
@@ -45,8 +35,8 @@ class Ended:
 class Launch:
     """multinode.sh begun on hosts, to be ended by a fault."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *, nnodes: int = 2) -> None:
-        self.hosts, self.folder, self.nnodes = hosts, folder, nnodes
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
         self.nodes: dict[int, tuple[subprocess.Popen, float]] = {}
 
     def start(
@@ -54,13 +44,7 @@ class Launch:
     ) -> None:
         """Start nodes; a variable replaces the one that the node would have."""
         for number in numbers:
-            own = {
-                "NNODES": str(self.nnodes),
-                "NODE_RANK": str(number),
-                "HEAD": "node0",
-                "NPROC": "1",
-                "JOIN_SECONDS": str(JOIN_SECONDS),
-            }
+            own = {"NNODES": "2", "NODE_RANK": str(number), "HEAD": "node0", "NPROC": "1", "JOIN_SECONDS": JOIN_SECONDS}
             command = [*prefix, SCRIPT, *TINY, f"output_dir={self.folder}", "name=run", *overrides]
             process = self.hosts.start(number, command, self.folder / f"node{number}.log", **(own | variables))
             self.nodes[number] = process, time.monotonic()
@@ -149,33 +133,24 @@ STORE = "dist.TCPStore('10.83.0.1', 29400, is_master=True, wait_for_workers=Fals
 )
 def test_another_program_has_the_port(launch: Launch, program: tuple[str, ...]) -> None:
     launch.hosts.start(0, [sys.executable, *program], launch.folder / "program.txt")
-    wait_for_listener(launch.hosts, 0)
+    check = [*launch.hosts.words(0), "ss", "-Hltn", "sport = :29400"]
+    wait_for(lambda: subprocess.run(check, capture_output=True, timeout=10, check=True).stdout, seconds=60)
     launch.start(0, 1)
     for node in launch.end(1).values():
         assert "port 29400 is taken on the head 10.83.0.1 by another program or job" in node.error
 
 
-def wait_for_listener(hosts: Hosts, number: int) -> None:
-    deadline = time.monotonic() + 60
-    check = [*hosts.words(number), "ss", "-Hltn", "sport = :29400"]
-    while not subprocess.run(check, capture_output=True, text=True, timeout=10, check=True).stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def test_a_node_is_missing(hosts: Hosts, tmp_path: Path) -> None:
-    launch = Launch(hosts, tmp_path, nnodes=4)
-    launch.start(0, 1, 3)
+def test_a_node_is_missing(launch: Launch) -> None:
+    launch.start(0, 1, 3, NNODES="4")
     ended = launch.end(1)
     assert "error: 3 of 4 nodes came within 15 s, missing: node 2" in ended[0].error
     for number in (1, 3):
         assert f"node {number}: stopped by the head: 3 of 4 nodes came" in ended[number].error
 
 
-def test_two_nodes_have_the_same_rank(hosts: Hosts, tmp_path: Path) -> None:
-    launch = Launch(hosts, tmp_path, nnodes=4)
-    launch.start(0, 1, 2)
-    launch.start(3, NODE_RANK="2")
+def test_two_nodes_have_the_same_rank(launch: Launch) -> None:
+    launch.start(0, 1, 2, NNODES="4")
+    launch.start(3, NNODES="4", NODE_RANK="2")
     assert "error: node rank 2 was given to 10.83.0." in launch.end(2)[0].error
 
 

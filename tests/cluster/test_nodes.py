@@ -4,35 +4,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import TINY, read_summary
+from conftest import TINY, newest_step, read_summary
 
-from cluster.namespaces import NEEDS, ROOT, Hosts, can_make_hosts
+from cluster.namespaces import ROOT, SCRIPT, Hosts
+from cluster.slurm import until
+from cluster.test_scripts import HOSTILE
 from ddp_trainer.commands.verify import find_damage
 
-pytestmark = [pytest.mark.skipif(not can_make_hosts(), reason=NEEDS), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
-SCRIPT = str(ROOT / "launch" / "multinode.sh")
 LONG = (
     *TINY, "epochs=4000", "num_threads=1", "checkpoint.every_steps=10", "checkpoint.keep_last=2", "timeout_seconds=20"
 )  # fmt: skip
 """More than a test waits for: it is stopped, and continued to a nearer end."""
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    with Hosts(4) as made:
-        yield made
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.2)
 
 
 class Job:
@@ -56,36 +43,29 @@ class Job:
     def told(self) -> str:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
 
-    def codes(self, seconds: float = 240) -> dict[int, int]:
-        """Wait for the nodes and return their exit codes."""
-        deadline = time.monotonic() + seconds
-        return {number: node.wait(max(1, deadline - time.monotonic())) for number, node in self.nodes.items()}
+    def finish(self) -> None:
+        """Wait for the nodes, and fail the test unless all exit with 0."""
+        deadline = time.monotonic() + 240
+        codes = [node.wait(max(1, deadline - time.monotonic())) for node in self.nodes.values()]
+        assert codes == [0] * len(codes), self.told()
 
-    def launches(self, world_size: int) -> int:
-        """Return how often the ranks, so many in all, have begun to train."""
-        return sum(log.read_text().count(f"{world_size} × cpu") for log in self.folder.glob("*.log"))
+    def until_it_trains(self, world_size: int, *, launches: int = 1) -> None:
+        """Wait until so many ranks have begun to train so often, and have then made progress."""
 
-    def newest_step(self) -> int:
-        return max((int(path.stem[5:]) for path in (self.run_dir / "checkpoints").glob("step-*.pt")), default=0)
+        def count() -> int:
+            return sum(log.read_text().count(f"{world_size} × cpu") for log in self.folder.glob("*.log"))
 
-    def progress(self, steps: int = 20) -> None:
-        before = self.newest_step()
-        wait_for(lambda: self.newest_step() >= before + steps, f"{steps} steps more; {self.told()}")
-
-
-def nothing_lost(run_dir: Path) -> bool:
-    """Return whether each epoch used the samples that the seed says, and no other."""
-    problems = [problem for problems in find_damage(run_dir).values() for problem in problems]
-    assert problems == []
-    return True
+        until(lambda: count() >= launches, f"{world_size} ranks train", deadline=120, report=self.told)
+        before = newest_step(self.run_dir)
+        until(lambda: newest_step(self.run_dir) >= before + 20, "20 steps more", deadline=120, report=self.told)
 
 
 def test_four_hosts_train_to_the_end(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, *TINY)
-    assert job.codes() == dict.fromkeys(range(4), 0), job.told()
+    job.finish()
     summary = read_summary(job.run_dir)
     assert (summary["world_size"], summary["steps"], summary["eval/count"]) == (4, 16, 31)
-    assert nothing_lost(job.run_dir)
+    assert not any(find_damage(job.run_dir).values())
     assert "node 1 of 4: 10.83.0.2 on eth0, head 10.83.0.1:29400" in job.log(1).read_text()
 
 
@@ -102,8 +82,7 @@ exec {python} "$@"
 def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(hosts: Hosts, tmp_path: Path) -> None:
     (python := tmp_path / "python").write_text(PYTHON.format(folder=tmp_path, python=sys.executable))
     python.chmod(0o755)
-    hostile = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nsecond line"
-    quoted = hostile.replace('"', '\\"')
+    quoted = HOSTILE.replace('"', '\\"')
     done = subprocess.run(
         [*hosts.words(0), SCRIPT, *TINY, f'output_dir="{tmp_path}/{quoted}"', "name=run"],
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT), "HOSTS": "node0 node1 node2 node3",
@@ -111,8 +90,8 @@ def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(ho
         cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert read_summary(tmp_path / hostile / "run")["world_size"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {"ssh", "python", "secrets", "commands", hostile}
+    assert read_summary(tmp_path / HOSTILE / "run")["world_size"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"ssh", "python", "secrets", "commands", HOSTILE}
     [secret] = set(secrets := (tmp_path / "secrets").read_text().split())
     assert len(secrets) == 4
     assert len(secret) == 32
@@ -123,15 +102,14 @@ def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(ho
 
 def test_a_signal_on_one_host_stops_all_gracefully(hosts: Hosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path, *LONG)
-    job.progress()
+    job.until_it_trains(4)
     job.nodes[2].send_signal(signal.SIGTERM)
-    assert job.codes() == dict.fromkeys(range(4), 0), job.told()
+    job.finish()
     assert (job.run_dir / "stopped").exists()
     step = read_summary(job.run_dir)["steps"]
-    again = Job(hosts, tmp_path, *LONG, f"max_steps={step + 10}")
-    assert again.codes() == dict.fromkeys(range(4), 0), again.told()
+    Job(hosts, tmp_path, *LONG, f"max_steps={step + 10}").finish()
     assert read_summary(job.run_dir)["steps"] == step + 10
-    assert nothing_lost(job.run_dir)
+    assert not any(find_damage(job.run_dir).values())
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
@@ -142,33 +120,28 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
         0, [SCRIPT, *LONG, f"output_dir={tmp_path}", "name=run"], tmp_path / "launcher.log",
         HOSTS="node0 node1 node2 node3", NPROC="1", JOIN_SECONDS="60", SSH=str(hosts.ssh(tmp_path)),
     )  # fmt: skip
-    checkpoints = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: list(checkpoints.glob("step-*.pt")), "a checkpoint")
+    until(lambda: newest_step(tmp_path / "run") > 0, "a checkpoint", deadline=120)
     launcher.send_signal(end)
     assert launcher.wait(120) == (0 if end == signal.SIGTERM else -signal.SIGKILL)
-    wait_for(lambda: not any(map(hosts.processes, range(4))), "all processes to end")
+    until(lambda: not any(map(hosts.processes, range(4))), "all processes have ended", deadline=120)
     assert (tmp_path / "run" / "stopped").exists(), (tmp_path / "launcher.log").read_text()
 
 
 def test_a_host_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     """Its power is cut: no other host is notified, and torchrun has to detect it."""
     job = Job(hosts, tmp_path, *LONG, nnodes="2:4")
-    wait_for(lambda: job.launches(4) >= 1, f"four ranks; {job.told()}")
-    job.progress()
+    job.until_it_trains(4)
     hosts.cut(2)
-    wait_for(lambda: job.launches(3) >= 1, f"three ranks; {job.told()}")
-    job.progress()
+    job.until_it_trains(3)
     hosts.power_on(2)
     job.nodes[2] = job.start(2)
-    wait_for(lambda: job.launches(4) >= 2, f"four ranks again; {job.told()}")
-    job.progress()
+    job.until_it_trains(4, launches=2)
     job.nodes[1].send_signal(signal.SIGTERM)
-    assert job.codes() == dict.fromkeys(range(4), 0), job.told()
+    job.finish()
     epochs = read_summary(job.run_dir)["steps"] // 8 + 2
-    final = Job(hosts, tmp_path, *LONG, f"epochs={epochs}", nnodes="2:4")
-    assert final.codes() == dict.fromkeys(range(4), 0), final.told()
+    Job(hosts, tmp_path, *LONG, f"epochs={epochs}", nnodes="2:4").finish()
     assert read_summary(job.run_dir)["steps"] == 8 * epochs
-    assert nothing_lost(job.run_dir)
+    assert not any(find_damage(job.run_dir).values())
 
 
 def test_the_doctor_examines_all_hosts(hosts: Hosts, tmp_path: Path) -> None:

@@ -6,23 +6,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, read_summary, run_command
+from conftest import TINY, clean_environment, processes_with, read_summary, run_command, wait_for
 
 LOCAL = str(Path(__file__).resolve().parents[2] / "launch" / "local.sh")
 AGENT = (sys.executable, "-m", "ddp_trainer.launch.agent", "--rdzv-backend=bound")
 HOSTILE = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nsecond line"
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.1)
 
 
 def test_arguments_reach_the_run_unchanged(tmp_path: Path) -> None:
@@ -34,17 +27,10 @@ def test_arguments_reach_the_run_unchanged(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [HOSTILE]
 
 
-@pytest.mark.parametrize(
-    ("argument", "ranks", "error"),
-    [
-        ("optimiser=sgd", "2", "error: optimiser=sgd is unknown"),
-        ("seed=1", "two", "error: NPROC=two must be a number of ranks"),
-    ],
-)
-def test_a_mistake_is_one_error_and_nothing_starts(argument: str, ranks: str, error: str, tmp_path: Path) -> None:
-    done = run_command([LOCAL, *TINY, argument, f"output_dir={tmp_path}"], NPROC=ranks, PYTHON=sys.executable)
+def test_a_mistake_is_one_error_and_nothing_starts(tmp_path: Path) -> None:
+    done = run_command([LOCAL, *TINY, "optimiser=sgd", f"output_dir={tmp_path}"], NPROC="2", PYTHON=sys.executable)
     assert done.code == 2
-    assert done.output.startswith(error)
+    assert done.output.startswith("error: optimiser=sgd is unknown")
     assert done.output.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -66,24 +52,13 @@ def start(tmp_path: Path) -> subprocess.Popen:
             command, env=clean_environment(NPROC="2", PYTHON=sys.executable, TMPDIR=str(tmp_path)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    wait_for(lambda: "epoch 1/" in (tmp_path / "log").read_text(), "an epoch")
+    wait_for(lambda: "epoch 1/" in (tmp_path / "log").read_text())
     return process
 
 
 def ranks_of(tmp_path: Path) -> list[int]:
     """Return the ids of the processes that were started for the run in `tmp_path`."""
-    return [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/environ")
-        if f"TMPDIR={tmp_path}".encode() in read(path).split(b"\0")
-    ]
-
-
-def read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""  # the process has ended
+    return processes_with(f"TMPDIR={tmp_path}")
 
 
 def test_one_signal_stops_gracefully_and_leaves_nothing(tmp_path: Path) -> None:
@@ -97,22 +72,22 @@ def test_one_signal_stops_gracefully_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     process = start(tmp_path)
-    commands = {pid: read(Path(f"/proc/{pid}/cmdline")) for pid in ranks_of(tmp_path)}
-    ranks = [pid for pid, words in commands.items() if b"job_file=" in words and b"launch.agent" not in words]
-    assert len(ranks) == 2, commands
+    listing = run_command(["ps", "-ww", "-o", "pid=,args=", "-p", ",".join(map(str, ranks_of(tmp_path)))]).output
+    ranks = [int(s.split()[0]) for s in listing.splitlines() if "job_file=" in s and "launch.agent" not in s]
+    assert len(ranks) == 2, listing
     os.kill(ranks[0], signal.SIGSTOP)  # so that the graceful stop cannot end
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGKILL
-    wait_for(lambda: ranks_of(tmp_path) == [], "the ranks to end")
+    wait_for(lambda: ranks_of(tmp_path) == [])
 
 
 def test_ranks_do_not_outlive_the_script(tmp_path: Path) -> None:
     process = start(tmp_path)
     process.kill()
     process.wait()
-    wait_for(lambda: ranks_of(tmp_path) == [], "the ranks to end")
+    wait_for(lambda: ranks_of(tmp_path) == [])
 
 
 def test_what_listens_is_reached_from_this_host_only(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, assert_bitwise, newest_checkpoint, read_summary, train_on
+from conftest import TINY, assert_bitwise, newest_checkpoint, newest_step, read_summary, train_on, trained_state
 
 from cluster.slurm import SlurmCluster, until
 from ddp_trainer.commands.verify import find_damage
@@ -19,10 +19,6 @@ LONG = (*SHORT, "epochs=150", "checkpoint.every_steps=4")
 """1,200 steps: time enough to be disturbed several times."""
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def newest(run_dir: Path) -> str:
-    return max((path.name for path in (run_dir / "checkpoints").glob("step-*.pt")), default="")
 
 
 class Jobs:
@@ -48,10 +44,10 @@ class Jobs:
 
     def until_it_trains(self, job: int, name: str) -> None:
         """Wait until there is a checkpoint that was not there before."""
-        before = newest(self.folder / name)
+        before = newest_step(self.folder / name)
         until(
-            lambda: newest(self.folder / name) > before and self.slurm.show(job)[0]["JobState"] == "RUNNING",
-            f"{name} has a checkpoint after {before}", deadline=240, report=lambda: self.slurm.output(job),
+            lambda: newest_step(self.folder / name) > before and self.slurm.show(job)[0]["JobState"] == "RUNNING",
+            f"{name} has a checkpoint after step {before}", deadline=240, report=lambda: self.slurm.output(job),
         )  # fmt: skip
 
     def until_it_waits(self, job: int, restarts: int) -> None:
@@ -69,13 +65,6 @@ def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
     jobs = Jobs(slurm, tmp_path)
     yield jobs
     slurm.run("scancel", *map(str, jobs.submitted))  # those of a test that failed
-
-
-def trained_state(run_dir: Path) -> dict[str, Any]:
-    state = newest_checkpoint(run_dir)
-    state.pop("config")
-    state["progress"].pop("seconds")
-    return state
 
 
 @pytest.fixture(scope="module")
