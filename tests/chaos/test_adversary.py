@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import TINY, compose, read_summary, run_command, trials
+from conftest import TINY, Finished, compose, read_summary, run_command, trials
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -70,9 +70,9 @@ def test_adversary_overrides_compose_or_are_one_line() -> None:
     assert 0 < accepted < len(cases) / 2
 
 
-def run_with(number: int, overrides: list[str], folder: Path) -> tuple[int, str]:
-    """Return exit code and output of one training step on a tiny data set."""
-    own = [*TINY, "max_steps=1", f"output_dir={folder}", f"name=run-{number}"]
+def run_with(overrides: list[str], folder: Path) -> Finished:
+    """Make one training step on a tiny data set."""
+    own = [*TINY, "max_steps=1", f"output_dir={folder}", "name=run"]
     # An override of a key replaces ours, and one of a choice goes before its keys.
     keys = {override.partition("=")[0] for override in overrides}
     words = [word for word in own if word.partition("=")[0] not in keys]
@@ -80,8 +80,7 @@ def run_with(number: int, overrides: list[str], folder: Path) -> tuple[int, str]
         words = [word for word in words if not word.startswith(("data=", "data.", "model="))]
     if overrides[0] in COMMANDS:
         words = []
-    done = run_command([sys.executable, "-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder)
-    return done.code, done.output
+    return run_command([sys.executable, "-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder)
 
 
 @pytest.mark.fault("hostile command lines", times=COMMAND_LINES)
@@ -93,9 +92,9 @@ def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path) -
     for folder in folders:
         folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run_with, range(len(cases)), cases, folders))
+        results = list(pool.map(run_with, cases, folders))
     trained = 0
-    for _number, ((code, output), case, folder) in enumerate(zip(results, cases, folders, strict=True)):
+    for (code, output), case, folder in zip(results, cases, folders, strict=True):
         if code == 0:
             trained += 1
             [summary] = folder.glob("**/summary.json")

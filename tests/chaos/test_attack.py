@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, torchrun
+from conftest import TINY, clean_environment, processes_with, torchrun
 from torch.distributed import DistError, TCPStore
 
 from ddp_trainer.launch.network import call_with_timeout
@@ -45,20 +45,12 @@ class Touch:
         return (os.mknod, (str(self.path),))
 
 
-def processes_of(tmp_path: Path) -> Iterator[Path]:
-    """Yield the folders in /proc of all processes that were started with this test's mark in their environment."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if f"ATTACKED={tmp_path}\0".encode() in (folder / "environ").read_bytes():
-                yield folder
-
-
 def listening_ports(tmp_path: Path) -> Iterator[int]:
     """Yield the TCP ports at which a job listens."""
     inodes = set()
-    for folder in processes_of(tmp_path):
+    for pid in processes_with(f"ATTACKED={tmp_path}"):
         with suppress(OSError):
-            inodes |= {os.readlink(link)[8:-1] for link in (folder / "fd").iterdir()}
+            inodes |= {os.readlink(link)[8:-1] for link in Path(f"/proc/{pid}/fd").iterdir()}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
@@ -108,9 +100,9 @@ def attacked(command: list[str], tmp_path: Path, *, has_store: bool = True) -> t
         try:
             count = attack(tmp_path, marker, has_store=has_store)
         finally:
-            for folder in processes_of(tmp_path):
+            for pid in processes_with(f"ATTACKED={tmp_path}"):
                 with suppress(ProcessLookupError):
-                    os.kill(int(folder.name), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             job.kill()
     return marker.exists(), count
 

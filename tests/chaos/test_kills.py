@@ -33,7 +33,7 @@ def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
     """Compare with a run that was left alone, and check the directory after the fact."""
     train_on(ranks, *LONG, f"output_dir={folder}", "name=alone", deadline=300)
     assert_bitwise(trained_state(folder / "alone"), trained_state(run_dir))
-    assert [problem for problems in find_damage(run_dir).values() for problem in problems] == []
+    assert not any(find_damage(run_dir).values())
     digests = [[record["samples/digest"] for record in records(run, "samples/digest")]
                for run in (run_dir, folder / "alone")]  # fmt: skip
     assert digests[0] == digests[1]

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import (
     TINY,
-    clean_environment,
+    memory_disk,
     newest_step,
     read_summary,
     records,
     run_command,
+    start_command,
     succeed,
     torchrun,
     wait_for,
@@ -30,10 +31,7 @@ def disturbed(command: list[str], disturb: Callable[[int, Path], object], tmp_pa
     """Start a job, call ``disturb(pid, run_dir)`` after its first checkpoint; return its exit code and output."""
     run_dir = tmp_path / "run"
     words = [*TINY, f"epochs={EPOCHS}", f"output_dir={tmp_path}", "name=run"]
-    with subprocess.Popen(
-        [*command, *words], env=clean_environment(NPROC="2", PYTHON=sys.executable), start_new_session=True, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as job:  # fmt: skip
+    with start_command([*command, *words], NPROC="2", PYTHON=sys.executable) as job:
         try:
             wait_for(lambda: newest_step(run_dir) > 0)
             disturb(job.pid, run_dir)
@@ -57,8 +55,7 @@ def test_a_terminal_that_is_closed_ends_no_training(command: list[str], tmp_path
 
 @pytest.mark.fault("a terminal closed in training (SIGHUP)")
 def test_a_terminal_that_is_closed_stops_plain_torchrun_with_a_checkpoint(tmp_path: Path) -> None:
-    command = [*torchrun(2), "-m", "ddp_trainer"]
-    code, output = disturbed(command, hang_up, tmp_path)
+    code, output = disturbed([*torchrun(2), "-m", "ddp_trainer"], hang_up, tmp_path)
     assert code != 0, "torchrun ends its job"
     stopped_at = newest_step(tmp_path / "run")
     assert (tmp_path / "run" / "stopped").read_text().strip() == str(stopped_at), output
@@ -78,11 +75,7 @@ def test_a_run_directory_that_is_deleted_ends_no_training(tmp_path: Path) -> Non
 
 @pytest.mark.fault("a disk remounted read-only in training")
 def test_a_disk_that_becomes_read_only_ends_no_training(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs (root)")
-    try:
+    with memory_disk(tmp_path / "disk", "size=64m") as disk:
 
         def make_read_only(pid: int, run_dir: Path) -> None:
             # busy while a file is open for writing: a checkpoint, for example
@@ -95,8 +88,6 @@ def test_a_disk_that_becomes_read_only_ends_no_training(tmp_path: Path) -> None:
         assert code == 0, output
         done = succeed(*TINY, f"epochs={EPOCHS}", f"output_dir={disk}", "name=run")
         assert f"step-{step:08d}.pt (epoch" in done.output, done.output
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.fault("a clock set back an hour, and 10,000 files in a run directory")
@@ -116,7 +107,6 @@ def test_a_user_without_home_and_name_trains_in_a_folder_with_an_odd_name(tmp_pa
     folder = tmp_path / "a b\nc'd"
     folder.mkdir()
     nobody = ["unshare", "--user", "--map-user=54321", "env", "--unset=HOME", "--unset=USER"]
-    command = [*nobody, *PYTHON, *TINY, "max_steps=2", "output_dir=.", "name=run"]
-    done = run_command(command, cwd=folder)
+    done = run_command([*nobody, *PYTHON, *TINY, "max_steps=2", "output_dir=.", "name=run"], cwd=folder)
     assert done.code == 0, done.output
     assert read_summary(folder / "run")["steps"] == 2

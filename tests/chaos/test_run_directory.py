@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 from conftest import (
     TINY,
-    clean_environment,
     compose,
     forkserver,
     launch,
@@ -25,6 +23,7 @@ from conftest import (
     read_summary,
     records,
     run_command,
+    start_command,
     succeed,
     torchrun,
     train,
@@ -167,12 +166,9 @@ def test_a_restart_resumes_although_resume_is_never(tmp_path: Path) -> None:
 @pytest.mark.fault("SIGTERM to a sweep in one process group")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(ranks: int, tmp_path: Path) -> None:
-    words = ["--multirun", *TINY, "seed=0,1", f"output_dir={tmp_path}", "name=run"]
+    words = ["--multirun", *TINY, "seed=0,1", f"output_dir={tmp_path}", "name=run", "epochs=100"]
     command = [sys.executable] if ranks == 1 else torchrun(2)
-    with subprocess.Popen(
-        [*command, "-m", "ddp_trainer", *words, "epochs=100"], env=clean_environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as sweep:  # fmt: skip
+    with start_command([*command, "-m", "ddp_trainer", *words]) as sweep:
         wait_for(lambda: list(tmp_path.glob("run/*seed=0*/checkpoints/step-*.pt")) or sweep.poll() is not None)
         children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
         os.kill(sweep.pid if ranks == 1 else int(children[0]), signal.SIGTERM)
@@ -180,7 +176,7 @@ def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(ranks: int, t
     assert sweep.returncode == 0, output
     assert "not finished" in output
     assert not list(tmp_path.glob("run/*seed=1*"))
-    done = run_command([*(command if ranks == 1 else torchrun(2)), "-m", "ddp_trainer", *words, "epochs=100"])
+    done = run_command([*(command if ranks == 1 else torchrun(2)), "-m", "ddp_trainer", *words])
     assert done.code == 0, done.output
     run_dirs = [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
     assert [read_summary(run_dir)["epochs"] for run_dir in run_dirs] == [100, 100]

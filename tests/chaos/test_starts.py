@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, read_summary, run_command, succeed, torchrun, wait_for
+from conftest import TINY, read_summary, run_command, start_command, succeed, torchrun, wait_for
 
 ROOT = Path(__file__).parents[2]
 FAULTY = str(Path(__file__).with_name("faulty.py"))
@@ -55,11 +54,8 @@ def imports_torch(pid: int) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_interrupt_at_the_start_is_no_traceback(ranks: int, tmp_path: Path) -> None:
     command = [sys.executable] if ranks == 1 else torchrun(ranks)
-    with subprocess.Popen(
-        [*command, "-m", "ddp_trainer", *TINY, f"output_dir={tmp_path}", "name=run", "epochs=100000"],
-        env=clean_environment(), text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as job:  # fmt: skip
+    words = ["-m", "ddp_trainer", *TINY, f"output_dir={tmp_path}", "name=run", "epochs=100000"]
+    with start_command([*command, *words]) as job:
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
         wait_for(lambda: len(children.read_text().split()) == ranks if ranks > 1 else imports_torch(job.pid))
         if ranks > 1:

@@ -17,6 +17,7 @@ from conftest import Finished, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "/opt/venv/lib/python3.11/site-packages/ddp_trainer"
+TWO_RANKS = ("--master-port=29511", "--nproc_per_node=2", "-m", "ddp_trainer")
 IN_PIP_CONF = "nobody-else-reads-this"
 """A word that only the secret of the build holds."""
 BUSY = "sealing memfd copy: Device or resource busy"
@@ -161,8 +162,7 @@ def test_a_base_without_python_gets_one_and_keeps_no_lists(buildah: Buildah, wit
 
 
 def test_the_main_job_runs_as_a_user_who_is_not_root(container: Container) -> None:
-    done = container.docker_run("--master-port=29511", "--nproc_per_node=2", "-m", "ddp_trainer",
-                                "experiment=digits_resnet18", "max_steps=3", "name=main")  # fmt: skip
+    done = container.docker_run(*TWO_RANKS, "experiment=digits_resnet18", "max_steps=3", "name=main")
     assert done.code == 0, done.output
     summary = json.loads(container.shell("cat outputs/main/summary.json"))
     assert (summary["steps"], summary["world_size"], summary["eval/count"]) == (3, 2, 355)
@@ -220,15 +220,7 @@ def test_docker_stop_stops_softly_and_any_user_will_do(container: Container) -> 
     """As docker does it: torchrun is PID 1 of its namespace, 4242 a user unknown to the image, and TERM comes."""
     as_docker = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc",
                  "setpriv", "--reuid=4242", "--regid=4242", "--clear-groups"]  # fmt: skip
-    job = [
-        "--master-port=29511",
-        "--nproc_per_node=2",
-        "-m",
-        "ddp_trainer",
-        "model=lenet",
-        "epochs=1000000",
-        "name=stop",
-    ]
+    job = [*TWO_RANKS, "model=lenet", "epochs=1000000", "name=stop"]
     command = container.buildah.command("run", *container.options, "--isolation", "chroot", "--user", "root",
                                         "--cap-add", "CAP_SYS_ADMIN", "container", "--",
                                         *as_docker, *container.entry, *job)  # fmt: skip

@@ -1,12 +1,11 @@
 """Sweeps whose jobs are torchruns of their own: the plain sweep's results, each job on its own feet."""
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, assert_bitwise, clean_environment, launch, newest_checkpoint, read_summary, succeed, wait_for
+from conftest import TINY, assert_bitwise, launch, newest_checkpoint, read_summary, start_command, succeed, wait_for
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import Device
@@ -105,10 +104,7 @@ def test_under_torchrun_a_launcher_is_refused_once(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_the_running_job_and_starts_no_other(tmp_path: Path) -> None:
     sweep = [*own_torchrun(nproc_per_node=2), *CHEAP, "epochs=10000", f"output_dir={tmp_path}", "name=a", "seed=0,1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_trainer", *sweep], env=clean_environment(), text=True,
-        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    process = start_command([sys.executable, "-m", "ddp_trainer", *sweep])
     try:
         wait_for(lambda: list(tmp_path.glob("a/*/checkpoints/step-*.pt")), seconds=120)
         process.send_signal(signal.SIGINT)

@@ -149,7 +149,7 @@ def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
     assert output.count("stopped gracefully: requeueing job") == 3
     assert not (jobs.folder / "run" / "stopped").exists()
     assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
-    assert [problem for problems in find_damage(jobs.folder / "run").values() for problem in problems] == []
+    assert not any(find_damage(jobs.folder / "run").values())
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -166,7 +166,7 @@ def test_the_loss_of_a_node_loses_nothing(jobs: Jobs, undisturbed: dict[str, Any
         until(lambda: jobs.slurm.node_state(node) == "IDLE", f"{node} is back", deadline=120)
     assert jobs.slurm.show(job)[0]["Restarts"] == "1"
     assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
-    assert [problem for problems in find_damage(jobs.folder / "run").values() for problem in problems] == []
+    assert not any(find_damage(jobs.folder / "run").values())
 
 
 def test_the_time_limit_requeues_and_scancel_does_not(jobs: Jobs) -> None:

@@ -2,13 +2,12 @@
 
 import signal
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import clean_environment, launch, read_summary, succeed
+from conftest import launch, read_summary, start_command, succeed
 
 from cluster.slurm import SlurmCluster, until
 from cluster.test_launchers import CHEAP, assert_same_sweeps, run_dirs
@@ -33,11 +32,8 @@ def test_each_job_is_an_sbatch_with_the_result_of_a_plain_torchrun(slurm: SlurmC
 def test_ctrl_c_leaves_the_jobs_to_slurm_and_the_same_command_waits(slurm: SlurmCluster, tmp_path: Path) -> None:
     arguments = [*ON_SLURM, "hydra.launcher.sbatch_args=[--hold]", *CHEAP, "global_batch_size=97,12",
                  f"output_dir={tmp_path}", "name=a"]  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_trainer", *arguments], env=clean_environment(SLURM_CONF=str(slurm.config)),
-        cwd=tmp_path, start_new_session=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "ddp_trainer", *arguments]
+    process = start_command(command, cwd=tmp_path, SLURM_CONF=str(slurm.config))
     try:
         until(lambda: len(held(slurm)) == 2, "both jobs are in the queue")
         process.send_signal(signal.SIGINT)
