@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from conftest import Finished, clean_environment
+from conftest import Finished, start_command
 from torch.distributed import TCPStore
 
 from ddp_trainer.commands import freeze, node_check
@@ -49,10 +48,8 @@ class Node:
         self, port: int, rank: int, *options: str, nnodes: str = "2", timeout: float = 20, secret: str = ""
     ) -> None:
         words = ["head=127.0.0.1", f"port={port}", f"nnodes={nnodes}", f"node_rank={rank}", f"timeout={timeout}"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ddp_trainer", "node-check", *words, *options], text=True,
-            env=clean_environment(**{SECRET: secret}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "ddp_trainer", "node-check", *words, *options]
+        self.process = start_command(command, DDP_TRAINER_JOB_SECRET=secret)
 
     def end(self) -> Finished:
         """Wait until the node has ended."""
