@@ -1,6 +1,19 @@
 """Fixtures of the cluster tests."""
 
-from cluster.namespaces import hosts
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.namespaces import NEEDS, Hosts, can_make_hosts
 from cluster.slurm import slurm
 
-__all__ = ["hosts", "slurm"]
+__all__ = ["slurm"]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Four hosts."""
+    if not can_make_hosts():
+        pytest.skip(NEEDS)
+    with Hosts(4) as made:
+        yield made

@@ -6,16 +6,20 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-import pytest
 from conftest import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "launch" / "multinode.sh")
+NEEDS = "needs root, iproute2 and util-linux (network namespaces)"
+
+
+def can_make_hosts() -> bool:
+    """Return whether this user and kernel have network namespaces."""
+    return os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare")))
 
 
 class Hosts:
@@ -150,12 +154,3 @@ class Hosts:
 def ip(*words: str) -> None:
     """Run the ip command."""
     subprocess.run(["ip", *words], check=True, timeout=30)
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    """Four hosts."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
-        pytest.skip("needs root, iproute2 and util-linux (network namespaces)")
-    with Hosts(4) as made:
-        yield made
