@@ -208,7 +208,7 @@ def about(begun: Start) -> dict[str, Any]:
 
 
 def measure_compute(begun: Start, *, steps: int) -> Compute:
-    """Return the compute times of this rank, measured with its share of the batch and with half of it. Collective."""
+    """Return the compute times of this rank with its share of the batch, and with half that share. Collective."""
     alone, share = without_other_ranks(begun.world), begun.config.global_batch_size // begun.world.world_size
     configs = [replace(begun.config, sync=NoSyncConfig(), global_batch_size=batch) for batch in (share, share // 2)]
     run, smaller = (build_step_run(replace(begun, config=config, world=alone)) for config in configs)
