@@ -262,9 +262,9 @@ def test_a_download_that_fails_is_an_error_that_names_three_ways(
     del refused
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()  # urllib leaves the connection of an HTTP error to the garbage collector
-    assert message.startswith("data=fashion_mnist is missing and the download failed. Three ways: set data.root to a ")
-    assert "install Debian's dataset-fashion-mnist" in message
-    assert f"the failed download into {bare_machine / 'fashion_mnist'}: " in message
+    cache = bare_machine / "fashion_mnist"
+    assert message.startswith(f"data=fashion_mnist is missing and the download into {cache} failed (")
+    assert "): set data.root to a folder with the four IDX files, install Debian's dataset-fashion-mnist" in message
     assert reason in message
     assert len(message.splitlines()) == 1
     assert [path.name for path in bare_machine.iterdir()] == ["fashion_mnist.lock"], "half a download was left"
