@@ -263,7 +263,7 @@ def test_a_download_that_fails_is_an_error_that_names_three_ways(
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()  # urllib leaves the connection of an HTTP error to the garbage collector
     cache = bare_machine / "fashion_mnist"
-    assert message.startswith(f"data=fashion_mnist is missing and the download into {cache} failed (")
+    assert message.startswith(f"the files of data=fashion_mnist are missing and the download into {cache} failed (")
     assert "): set data.root to a folder with the four IDX files, install Debian's dataset-fashion-mnist" in message
     assert reason in message
     assert len(message.splitlines()) == 1

@@ -61,9 +61,9 @@ def locate(data_root: str | None) -> Path:
         if isinstance(error, TransientError):
             raise
         raise ConfigError(
-            f"data=fashion_mnist is missing and the download into {cache} failed ({' '.join(str(error).split())}): set "
-            "data.root to a folder with the four IDX files, install Debian's dataset-fashion-mnist, which puts them "
-            f"into {DEBIAN_FOLDER}, or make the download possible"
+            f"the files of data=fashion_mnist are missing and the download into {cache} failed "
+            f"({' '.join(str(error).split())}): set data.root to a folder with the four IDX files, install Debian's "
+            f"dataset-fashion-mnist, which puts them into {DEBIAN_FOLDER}, or make the download possible"
         ) from error
     return cache
 
