@@ -45,10 +45,11 @@ class Node:
     """The command on one node."""
 
     def __init__(
-        self, port: int, rank: int, *options: str, nnodes: str = "2", timeout: float = 20, secret: str = ""
-    ) -> None:
+        self, port: int, rank: int, *options: str, nnodes: str = "2", timeout: float = 20, secret: str = "",
+        program: tuple[str, str] = ("-m", "ddp_trainer"),
+    ) -> None:  # fmt: skip
         words = ["head=127.0.0.1", f"port={port}", f"nnodes={nnodes}", f"node_rank={rank}", f"timeout={timeout}"]
-        command = [sys.executable, "-m", "ddp_trainer", "node-check", *words, *options]
+        command = [sys.executable, *program, "node-check", *words, *options]
         self.process = start_command(command, DDP_TRAINER_JOB_SECRET=secret)
 
     def end(self) -> Finished:
@@ -131,11 +132,14 @@ def test_a_rank_that_two_nodes_have_is_named(port: int) -> None:
     assert all("stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:])
 
 
+QUICK = "from ddp_trainer import __main__; from ddp_trainer.performance import fitness; fitness.SECONDS = 1.0"
+
+
 @pytest.mark.fault("a node that is slower than the others")
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tmp_path: Path) -> None:
     [job] = write_jobs(tmp_path, "check.fitness=true")
-    nodes = [Node(port, rank, job, timeout=60) for rank in (0, 1)]
+    nodes = [Node(port, rank, job, timeout=60, program=("-c", f"{QUICK}; __main__.main()")) for rank in (0, 1)]
     while nodes[slow].process.poll() is None:
         for stop, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.1)):
             nodes[slow].process.send_signal(stop)
