@@ -17,7 +17,7 @@ CONTROL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all ranks do after a step at which they decide together (a control point): log, save, stop."""
+    """The actions of all ranks after a control point (a step at which they decide together): log, save, stop."""
 
     log: bool
     save: bool

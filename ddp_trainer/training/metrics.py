@@ -71,7 +71,7 @@ class SampleDigest:
 
 
 class Progress:
-    """What a run has reached: last evaluation, best accuracy, digest of this epoch's sample ids, seconds spent."""
+    """The progress of a run: last evaluation, best accuracy, digest of this epoch's sample ids, seconds spent."""
 
     def __init__(self, world: World, sums: MetricSums) -> None:
         self.world, self.sums = world, sums
