@@ -278,7 +278,7 @@ def ready_times(run: StepRun, *, steps: int, forward_backward: float) -> list[fl
 
 
 def measure_network(compute: Compute, world: World) -> Network:
-    """Measure all-reduces: latency (s), bandwidth (bytes/s), and further time of each call (s). Collective."""
+    """Measure all-reduces and return the latency, the bandwidth and the host's time per call. Collective."""
     device, world_size = world.device, world.world_size
     large = torch.zeros(max(MIN_ELEMENTS, int(compute.size / 4)), device=device)
     gradients = [torch.zeros(shape, device=device) for shape in compute.shapes]

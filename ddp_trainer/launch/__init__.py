@@ -1,1 +1,1 @@
-"""How ranks are started: job files, a check of the nodes, torchrun with an exit code for user errors, sweeps."""
+"""Starts ranks: job files (the config of a job), node check, torchrun with exit code 2 for wrong input, sweeps."""
