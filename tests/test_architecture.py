@@ -9,7 +9,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import clean_environment
+from processes import clean_environment
 
 import ddp_trainer
 

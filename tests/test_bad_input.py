@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, compose, launch, on_ranks, train_on
+from processes import launch, on_ranks
+from runs import TINY, compose, train_on
 
 from ddp_trainer import __main__, registry
 from ddp_trainer.checkpoint.run_dir import lock_run_dir

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_bitwise, compose, in_process_group, on_ranks
+from processes import on_ranks
+from runs import assert_bitwise, compose, in_process_group
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 

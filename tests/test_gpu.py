@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, compose, newest_checkpoint, on_ranks, read_summary, records
+from processes import on_ranks
+from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records
 
 from ddp_trainer.training.run import run
 from ddp_trainer.training.step import TrainStep

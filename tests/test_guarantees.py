@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, compose, newest_checkpoint, on_ranks, read_summary, records, train_all
+from processes import on_ranks
+from runs import TINY, compose, newest_checkpoint, read_summary, records, train_all
 
 from ddp_trainer.training.run import run
 from ddp_trainer.training.step import TrainStep

@@ -13,21 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    assert_bitwise,
-    compose,
-    launch,
-    newest_checkpoint,
-    newest_step,
-    on_ranks,
-    read_summary,
-    records,
-    run_command,
-    start_ranks,
-    succeed,
-    trained_state,
-    wait_for,
-)
+from processes import launch, on_ranks, run_command, start_ranks, succeed, wait_for
+from runs import assert_bitwise, compose, newest_checkpoint, newest_step, read_summary, records, trained_state
 from torch import nn
 
 from ddp_trainer import (

@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import compose, read_summary, run_command, torchrun
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from processes import run_command, torchrun
+from runs import compose, read_summary
 
 import ddp_trainer
 from ddp_trainer import registry

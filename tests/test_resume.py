@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all, trained_state
+from runs import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all, trained_state
 
 MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
 VARIANTS = {

@@ -24,7 +24,7 @@ class SyncConfig:
     single_process: ClassVar[bool] = False
     """Whether the strategy runs in one process only."""
     point_to_point: ClassVar[bool] = False
-    """Whether ranks send tensors to single other ranks, which gloo cannot do for tensors on a GPU."""
+    """Whether it uses operations, such as send and receive, that gloo does not have for tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
     """Whether every rank has all gradients before the optimizer's step; the loss scaling of fp16 needs them."""
     supports_ema: ClassVar[bool] = True

@@ -138,8 +138,9 @@ def level(window: Tensor) -> Tensor:
 def compare(seconds: Tensor, shares: Tensor, *, begin: int) -> Sample:
     """Return as a `Sample` how much slower each of the W ranks is than the median of the others.
 
-    seconds: [W, 2 P], as in `StragglerFinder.add`, summed over steps, the first of which follows optimizer step
-    `begin`. shares: [W], images per rank in a step.
+    seconds: [W, 2 P]: for each rank the times of the P phases, then the parts of these times in which the rank's thread
+    did not run on a core; sums over some steps, the first of which follows optimizer step `begin`. shares: [W], images
+    per rank in a step.
     """
     own = seconds[:, : seconds.shape[1] // 2]
     with_total = torch.cat([seconds, own.sum(1, keepdim=True)], 1)

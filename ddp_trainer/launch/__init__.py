@@ -1,1 +1,1 @@
-"""Starts ranks: job files (the config of a job), node check, torchrun with exit code 2 for wrong input, sweeps."""
+"""Starts jobs: writes the config of a job to a file, checks the nodes, runs torchrun; also runs sweeps of jobs."""

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Finished, compose, read_summary, run_command, trials
+from conftest import trials
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from processes import Finished, run_command
+from runs import TINY, compose, read_summary
 
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, processes_with, torchrun
+from processes import clean_environment, processes_with, torchrun
+from runs import TINY
 from torch.distributed import DistError, TCPStore
 
 from ddp_trainer.launch.network import call_with_timeout

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, forkserver, read_summary, records, succeed, train_on, trials
+from conftest import trials
+from processes import forkserver, succeed
+from runs import TINY, read_summary, records, train_on
 
 from ddp_trainer.checkpoint.store import DamagedCheckpointError, read_state, write_file
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, newest_step, wait_for
+from processes import clean_environment, wait_for
+from runs import TINY, newest_step
 
 from ddp_trainer.commands.verify import find_damage
 

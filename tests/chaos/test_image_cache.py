@@ -8,19 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    assert_bitwise,
-    compose,
-    forkserver,
-    kill_in_training,
-    memory_disk,
-    newest_step,
-    train_on,
-    trained_state,
-    trials,
-    wait_for,
-)
+from conftest import memory_disk, trials
 from PIL import Image
+from processes import forkserver, wait_for
+from runs import assert_bitwise, compose, kill_in_training, newest_step, train_on, trained_state
 
 from ddp_trainer.data.dataset import Datasets, build_datasets
 from ddp_trainer.data.decoding import shrink

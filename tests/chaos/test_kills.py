@@ -8,20 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    TINY,
-    assert_bitwise,
-    clean_environment,
-    compose,
-    kill_in_training,
-    newest_step,
-    records,
-    torchrun,
-    train_on,
-    trained_state,
-    trials,
-    wait_for,
-)
+from conftest import trials
+from processes import clean_environment, torchrun, wait_for
+from runs import TINY, assert_bitwise, compose, kill_in_training, newest_step, records, train_on, trained_state
 
 from ddp_trainer.commands.verify import find_damage
 

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from conftest import TINY, launch, read_summary, trials
+from conftest import trials
+from processes import launch
+from runs import TINY, read_summary
 
 LAUNCHES, RANKS = trials(10), max(16, trials(32))
 

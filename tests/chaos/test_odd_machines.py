@@ -9,18 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import (
-    TINY,
-    memory_disk,
-    newest_step,
-    read_summary,
-    records,
-    run_command,
-    start_command,
-    succeed,
-    torchrun,
-    wait_for,
-)
+from conftest import memory_disk
+from processes import run_command, start_command, succeed, torchrun, wait_for
+from runs import TINY, newest_step, read_summary, records
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "ddp_trainer"]

@@ -9,19 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    BATCHNORM,
-    TINY,
-    Finished,
-    assert_bitwise,
-    clean_environment,
-    newest_checkpoint,
-    run_command,
-    succeed,
-    torchrun,
-    train_on,
-    wait_for,
-)
+from processes import Finished, clean_environment, run_command, succeed, torchrun, wait_for
+from runs import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, train_on
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, read_state, write_file
 

@@ -9,18 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import (
-    TINY,
-    clean_environment,
-    newest_step,
-    read_summary,
-    records,
-    run_command,
-    succeed,
-    torchrun,
-    train_on,
-    wait_for,
-)
+from processes import clean_environment, run_command, succeed, torchrun, wait_for
+from runs import TINY, newest_step, read_summary, records, train_on
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))

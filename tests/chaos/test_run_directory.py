@@ -12,24 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import (
-    TINY,
-    compose,
-    forkserver,
-    launch,
-    newest_checkpoint,
-    newest_step,
-    on_ranks,
-    read_summary,
-    records,
-    run_command,
-    start_command,
-    succeed,
-    torchrun,
-    train,
-    train_on,
-    wait_for,
-)
+from processes import forkserver, launch, on_ranks, run_command, start_command, succeed, torchrun, wait_for
+from runs import TINY, compose, newest_checkpoint, newest_step, read_summary, records, train, train_on
 
 from ddp_trainer.checkpoint.file import State, read_state, write_file
 from ddp_trainer.config.errors import ConfigError, TransientError

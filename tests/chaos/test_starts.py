@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import TINY, read_summary, run_command, start_command, succeed, torchrun, wait_for
+from processes import run_command, start_command, succeed, torchrun, wait_for
+from runs import TINY, read_summary
 
 ROOT = Path(__file__).parents[2]
 FAULTY = str(Path(__file__).with_name("faulty.py"))

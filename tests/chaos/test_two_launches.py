@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import compose, forkserver, trials
+from conftest import trials
+from processes import forkserver
+from runs import compose
 
 from ddp_trainer.checkpoint import run_dir as run_dirs
 from ddp_trainer.config.composition import to_builtins

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from conftest import clean_environment
+from processes import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "launch" / "multinode.sh")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from conftest import clean_environment, processes_with
+from processes import clean_environment, processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "mount")
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}

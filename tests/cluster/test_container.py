@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Finished, run_command
+from processes import Finished, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "/opt/venv/lib/python3.11/site-packages/ddp_trainer"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import TINY, wait_for
+from processes import wait_for
+from runs import TINY
 
 from cluster.namespaces import ROOT, SCRIPT, Hosts
 

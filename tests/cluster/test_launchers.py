@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, assert_bitwise, launch, newest_checkpoint, read_summary, start_command, succeed, wait_for
+from processes import launch, start_command, succeed, wait_for
+from runs import TINY, assert_bitwise, newest_checkpoint, read_summary
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import Device

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, newest_step, read_summary
+from runs import TINY, newest_step, read_summary
 
 from cluster.namespaces import ROOT, SCRIPT, Hosts
 from cluster.slurm import until

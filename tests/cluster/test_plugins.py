@@ -1,7 +1,8 @@
 """The example plug-in under SLURM: the job's environment takes it to all nodes."""
 
 import pytest
-from conftest import assert_bitwise, read_summary, succeed, trained_state
+from processes import succeed
+from runs import assert_bitwise, read_summary, trained_state
 from test_plugins import EXAMPLE, PLUGIN
 
 from cluster.test_slurm import Jobs, jobs

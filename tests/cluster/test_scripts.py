@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, processes_with, read_summary, run_command, wait_for
+from processes import clean_environment, processes_with, run_command, wait_for
+from runs import TINY, read_summary
 
 LOCAL = str(Path(__file__).resolve().parents[2] / "launch" / "local.sh")
 AGENT = (sys.executable, "-m", "ddp_trainer.launch.agent", "--rdzv-backend=bound")

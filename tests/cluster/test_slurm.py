@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, assert_bitwise, newest_checkpoint, newest_step, read_summary, train_on, trained_state
+from runs import TINY, assert_bitwise, newest_checkpoint, newest_step, read_summary, train_on, trained_state
 
 from cluster.slurm import SlurmCluster, until
 from ddp_trainer.commands.verify import find_damage

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import launch, read_summary, start_command, succeed
+from processes import launch, start_command, succeed
+from runs import read_summary
 
 from cluster.slurm import SlurmCluster, until
 from cluster.test_launchers import CHEAP, assert_same_sweeps, run_dirs

@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from conftest import TINY, compose, on_ranks, succeed
+from processes import on_ranks, succeed
+from runs import TINY, compose
 from test_plugins import PLUGIN
 
 from ddp_trainer import registry

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from conftest import compose, in_process_group, launch, on_ranks, succeed
+from processes import launch, on_ranks, succeed
+from runs import compose, in_process_group
 
 from ddp_trainer.commands.doctor import Finding, clock_finding, examine, merge
 

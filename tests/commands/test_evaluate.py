@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BATCHNORM, TINY, launch, newest_checkpoint, on_ranks, read_summary, succeed, train_all, train_on
 from PIL import Image
+from processes import launch, on_ranks, succeed
+from runs import BATCHNORM, TINY, newest_checkpoint, read_summary, train_all, train_on
 
 from ddp_trainer.checkpoint.file import write_file
 from ddp_trainer.commands import evaluate

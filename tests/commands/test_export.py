@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import run_command, train_on
+from processes import run_command
+from runs import train_on
 from torch import nn
 
 import ddp_trainer

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import TINY, succeed
+from processes import succeed
+from runs import TINY
 
 from ddp_trainer.performance.costs import VARIANTS
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import clean_environment, launch, run_command, train_on
 from PIL import Image
+from processes import clean_environment, launch, run_command
+from runs import train_on
 
 import ddp_trainer
 from ddp_trainer.commands import evaluate, predict

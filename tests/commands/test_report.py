@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import TINY, launch, on_ranks, records, train_on
+from processes import launch, on_ranks
+from runs import TINY, records, train_on
 
 from ddp_trainer.commands import evaluate, report
 

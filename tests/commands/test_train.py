@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import TINY, clean_environment, compose, launch, read_summary, records, run_command, succeed
 from omegaconf import OmegaConf
+from processes import clean_environment, launch, run_command, succeed
+from runs import TINY, compose, read_summary, records
 
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import TINY, launch, succeed, train_on
+from processes import launch, succeed
+from runs import TINY, train_on
 
 from ddp_trainer.commands.verify import find_damage
 

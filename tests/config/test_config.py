@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import compose
+from runs import compose
 
 from ddp_trainer import registry
 from ddp_trainer.commands.options import field_docstrings

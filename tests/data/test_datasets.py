@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import compose, on_ranks
+from processes import on_ranks
+from runs import compose
 from test_idx import encode
 from torchvision.datasets import FashionMNIST
 

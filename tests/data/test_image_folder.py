@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import assert_bitwise, compose, launch, newest_checkpoint, read_summary, train_all, train_on
 from PIL import Image
+from processes import launch
+from runs import assert_bitwise, compose, newest_checkpoint, read_summary, train_all, train_on
 from test_decoding import gradient, png
 from test_loader import CPU, world_of
 from torch import Tensor

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, newest_checkpoint, records, train_all, train_on, trained_state
+from runs import TINY, assert_bitwise, newest_checkpoint, records, train_all, train_on, trained_state
 from test_loader import CPU, image_set
 from torch.nn.functional import cross_entropy
 

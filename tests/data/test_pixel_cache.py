@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import on_ranks
+from processes import on_ranks
 from test_image_folder import build, write_folder
 from torch import Tensor
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import compose, launch, on_ranks, read_summary
 from PIL import Image
+from processes import launch, on_ranks
+from runs import compose, read_summary
 from torch.utils.data import Subset
 from torchvision import datasets
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import on_ranks, start_ranks
+from processes import on_ranks, start_ranks
 
 from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import Environment, read_environment

@@ -2,7 +2,7 @@
 
 import sys
 
-from conftest import run_command
+from processes import run_command
 
 
 def output_of(program: str, *words: str, variables: tuple[str, ...] = ()) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import on_ranks
+from processes import on_ranks
 
 from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Backend, Device

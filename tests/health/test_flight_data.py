@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, run_command, torchrun
+from processes import run_command, torchrun
+from runs import TINY
 
 from ddp_trainer.health.flight_recorder import MAX_ROWS, FlightRecorder
 from ddp_trainer.health.memory import MemoryGrowth

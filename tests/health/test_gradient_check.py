@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, compose, in_process_group, on_ranks
+from processes import on_ranks
+from runs import TINY, compose, in_process_group
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, clean_environment, launch, run_command, torchrun, wait_for
+from processes import clean_environment, launch, run_command, torchrun, wait_for
+from runs import TINY
 
 from ddp_trainer.distributed.stack_exchange import read_processes
 from ddp_trainer.distributed.stacks import RankStatus, absent_ranks, grouped_lines, parse

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import TINY, assert_bitwise, compose, launch, newest_checkpoint, succeed, train_on
+from processes import launch, succeed
+from runs import TINY, assert_bitwise, compose, newest_checkpoint, train_on
 
 from ddp_trainer import registry
 from ddp_trainer.config.composition import config_digest, from_builtins, to_builtins

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from conftest import Finished, start_command
+from processes import Finished, start_command
 from torch.distributed import TCPStore
 
 from ddp_trainer.commands import freeze, node_check

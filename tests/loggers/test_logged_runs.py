@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import compose, on_ranks, records
+from processes import on_ranks
+from runs import compose, records
 
 from ddp_trainer import run
 from ddp_trainer.config.errors import flatten_keys

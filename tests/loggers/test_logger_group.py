@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, compose, on_ranks, read_summary, records
+from processes import on_ranks
+from runs import TINY, compose, read_summary, records
 from test_bad_input import refused
 
 from ddp_trainer import Logger, LoggerConfig, register_logger, run

@@ -5,9 +5,9 @@ import sqlite3
 from pathlib import Path
 
 import yaml
-from conftest import on_ranks
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from processes import on_ranks
 
 from ddp_trainer.config.loggers import MlflowConfig
 from ddp_trainer.distributed.environment import read_environment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import on_ranks, wait_for
+from processes import on_ranks, wait_for
 from test_logged_runs import items, wandb_launches
 
 from ddp_trainer.config.loggers import WandbConfig, WandbMode

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from conftest import TINY, assert_bitwise, launch, newest_checkpoint, train_all, train_on, trained_state
+from processes import launch
+from runs import TINY, assert_bitwise, newest_checkpoint, train_all, train_on, trained_state
 from torch import nn
 from torchvision import models
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import TINY, compose, in_process_group, on_ranks
+from processes import on_ranks
+from runs import TINY, compose, in_process_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

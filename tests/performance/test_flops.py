@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, read_summary, records
+from runs import TINY, read_summary, records
 from torch import Tensor, nn
 
 from ddp_trainer.config.models import LeNetConfig, ResNet18Config

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, compose, newest_checkpoint, on_ranks, records
+from processes import on_ranks
+from runs import TINY, compose, newest_checkpoint, records
 from torch import nn
 
 from ddp_trainer import registry

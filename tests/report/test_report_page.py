@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import clean_environment
+from processes import clean_environment
 from run_dirs import DIGITS, START, digit_png, png, write_evaluation, write_run
 
 from ddp_trainer.commands.report import main

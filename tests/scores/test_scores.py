@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import compose, forkserver, in_process_group, on_ranks, wait_for
 from PIL import Image
+from processes import forkserver, on_ranks, wait_for
+from runs import compose, in_process_group
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError

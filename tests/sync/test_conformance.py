@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, compose, in_process_group, on_ranks
+from processes import on_ranks
+from runs import TINY, compose, in_process_group
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records, train_all, trained_state
+from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records, train_all, trained_state
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.training.run import run

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, compose, on_ranks, records
+from processes import on_ranks
+from runs import TINY, compose, records
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.training.run import run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BATCHNORM, TINY, assert_bitwise, compose, train_all, trained_state
+from runs import BATCHNORM, TINY, assert_bitwise, compose, train_all, trained_state
 from torch.nn.functional import cross_entropy
 
 from ddp_trainer.data.dataset import ImageTensors, build_datasets

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, train_on
 from PIL import Image
+from runs import TINY, train_on
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 

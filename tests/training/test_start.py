@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, compose, on_ranks
+from processes import on_ranks
+from runs import TINY, compose
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.environment import read_environment

@@ -13,7 +13,7 @@ class TagFilesLogger(Logger):
 
     def start(self, step: int) -> None:
         self.folder.mkdir(exist_ok=True)
-        for path in self.folder.glob("*.txt"):  # of a launch that was killed after the checkpoint that is resumed
+        for path in self.folder.glob("*.txt"):  # remove what a killed launch wrote after step `step`
             kept = [line for line in path.read_text().splitlines() if int(line.split()[0]) <= step]
             path.write_text("".join(f"{line}\n" for line in kept))
 
