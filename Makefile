@@ -15,7 +15,7 @@ install: .venv/installed  ## Python environment in .venv
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the README says how long it takes
 	NPROC=2 launch/local.sh experiment=digits_resnet18
 
-test: .venv/installed  ## all tests, including every guarantee of the README, with real processes
+test: .venv/installed  ## tests of every guarantee of the README, with real processes
 	$(BIN)/pytest -n 3 --dist loadfile -m "not chaos and not cluster"
 
 chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; prints a table of faults
