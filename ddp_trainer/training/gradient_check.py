@@ -139,7 +139,7 @@ class GradientCheck:
         hosts = ", ".join(dict.fromkeys(self.hosts))
         who = f"rank {rank} on {self.hosts[rank]}" if rank is not None else f"one of the ranks (on {hosts})"
         raise CorruptionError(
-            f"{who} {what}, in step {self.step.count}: nothing of this step was used or saved; the cause is faulty "
+            f"{who} {what}, in step {self.step.count + 1}: nothing of this step was used or saved; the cause is faulty "
             "memory, a faulty processor, or code that is not deterministic",
             rank,
         )
