@@ -111,7 +111,7 @@ def parse(file: BinaryIO) -> State:
 def broadcast_state(state: State, world: World) -> State:
     """Return rank 0's `state` on every rank, {} if it is empty. The `state` of the other ranks is ignored.
 
-    Tensors are sent one by one, so that no rank holds the state twice, and arrive contiguous, on the CPU. Collective:
+    Tensors are sent one by one, not as a second copy of the whole state, and arrive contiguous, on the CPU. Collective:
     every rank must call this.
     """
     if world.world_size == 1 or not world.broadcast_object(bool(state)):

@@ -58,9 +58,10 @@ class CheckpointStore:
                 if isinstance(error, ConfigError | torch.OutOfMemoryError):
                     raise
                 text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                path = self.folder / f"step-{state['step']:08d}.pt"
                 raise ConfigError(
-                    f"{self.last_good} holds something else than the state of this run ({text}): remove it, and the "
-                    "next launch uses the checkpoint before it"
+                    f"{path} holds something else than the state of this run ({text}): remove it, and the next launch "
+                    "uses the checkpoint before it"
                 ) from error
         return bool(state)
 

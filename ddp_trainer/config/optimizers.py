@@ -78,8 +78,8 @@ class LARSConfig(MomentumConfig):
     name: str = "lars"
     lr: float = field(default=5.0, metadata=POSITIVE)
     """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size only if scale_lr."""
-    weight_decay: float = field(default=5e-5, metadata=NOT_NEGATIVE)
-    """Weight decay, an L2 term added to the gradient; biases and normalization layers have none."""
+    weight_decay: float = field(default=5e-5, metadata=POSITIVE)
+    """Weight decay, an L2 term added to the gradient; biases and normalization layers have none, and no trust ratio."""
     trust_coefficient: float = field(default=0.001, metadata=POSITIVE)
     """Norm of a layer's update divided by the norm of its weights, at learning rate 1."""
 
@@ -89,8 +89,8 @@ class LAMBConfig(AdamConfig):
     name: str = "lamb"
     lr: float = field(default=1e-2, metadata=POSITIVE)
     """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size only if scale_lr."""
-    weight_decay: float = field(default=0.01, metadata=NOT_NEGATIVE)
-    """Decoupled weight decay, multiplied by lr; biases and normalization layers have none."""
+    weight_decay: float = field(default=0.01, metadata=POSITIVE)
+    """Decoupled weight decay, multiplied by lr; biases and normalization layers have none, and no trust ratio."""
     eps: float = field(default=1e-6, metadata=POSITIVE)
 
 

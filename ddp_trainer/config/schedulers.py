@@ -34,7 +34,7 @@ class CosineConfig(SchedulerConfig):
     name: str = "cosine"
     warmup_epochs: float = field(default=1.0, metadata=NOT_NEGATIVE)
     final_factor: float = field(default=0.0, metadata=UP_TO_ONE)
-    """Learning rate at the last step as a fraction of the peak, in [0, 1]."""
+    """Learning rate that the step after the last one would have, as a fraction of the peak, in [0, 1]."""
 
 
 @dataclass(kw_only=True, slots=True)

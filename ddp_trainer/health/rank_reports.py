@@ -115,13 +115,14 @@ class RankReports:
         if (grown := self.growth.add(epoch, memory)) is not None:
             rank, before, now = grown
             logger.warning(
-                "the memory of rank %d on %s has grown in each of the last %d epochs, from %s to %s MB: some code "
+                "the memory of rank %d on %s has grown in each of the last %d epochs, from %s to %s MiB: some code "
                 "keeps objects that are no longer needed, for example losses as tensors (keep loss.item() instead)",
                 rank, self.hosts[rank], GROWTH_EPOCHS, f"{before:,.0f}", f"{now:,.0f}",
             )  # fmt: skip
         if throttled.any() and not self.is_throttled:
             self.is_throttled, rank = True, int(throttled.argmax())
-            degrees = f" ({celsius[rank]:.0f} °C)" if self.world.device.type == "cpu" else ""  # else it is the GPU's
+            is_known = self.world.device.type == "cpu" and celsius[rank] > 0  # on a GPU rank it is the GPU's
+            degrees = f" ({celsius[rank]:.0f} °C)" if is_known else ""
             logger.warning("the processor of %s is slowed down by heat%s", self.hosts[rank], degrees)
 
     def find_straggler(self, blocks: Tensor, begin: int) -> dict[str, float | str]:
@@ -164,11 +165,12 @@ class Lanes:
             self.write("w", self.rows)
 
     def add(self, row: Row) -> None:
-        """Append a row; when there are too many, merge every two rows into one."""
+        """Append a row; when there are too many, merge every two rows into one; an odd last row stays as it is."""
         self.rows.append({"time": time.time(), **row})
         if len(self.rows) < self.max_rows:
             return self.write("a", self.rows[-1:])
-        self.rows = [merge(*pair) for pair in zip(self.rows[::2], self.rows[1::2], strict=False)]
+        pairs = zip(self.rows[::2], self.rows[1::2], strict=False)
+        self.rows = [merge(*pair) for pair in pairs] + self.rows[len(self.rows) // 2 * 2 :]
         self.write("w", self.rows)
 
     def write(self, mode: str, rows: list[Row]) -> None:

@@ -1,4 +1,4 @@
-"""The temperature of this rank's GPU or processor, and whether it runs slower because of heat, where that is known."""
+"""The temperature of this rank's GPU or processor, and whether heat slows down the processor, where that is known."""
 
 import time
 from contextlib import suppress

@@ -18,6 +18,7 @@ WINDOWS = {3: 3, 11: 7, 45: 24}
 
 At least 3, 7 or 24 of these samples must be above `EACH`, so that one long pause is not enough."""
 EACH = 0.05
+"""The smallest slowdown of single samples, and of the rank's whole step, as a share of the time of a step."""
 MIN_PAST, MAX_PAST = 7, 20
 """The noise is measured before a window, over at least `MIN_PAST` and at most `MAX_PAST` times its length."""
 NOISE_FACTOR = 5.0
@@ -57,7 +58,8 @@ class StragglerFinder:
 
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if both its time per step and its time per image are longer, so that a larger share of the batch is no fault.
-    Both must be longer by the share `NAMED` of a step, and by more on a machine where the times of ranks vary. The time
+    One of them must be longer by the share `NAMED` of a step, and the whole step by `EACH`; by more on a machine where
+    the times of ranks vary. The time
     in which a rank's thread does not run on a core is compared separately, because it varies less.
     """
 

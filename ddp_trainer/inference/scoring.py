@@ -58,7 +58,10 @@ def score_run(
         named = opened(world)
         what = {"step": trained.step, "images": named.fingerprint, **flatten_keys(to_builtins(trained.config))}
         check_same(
-            "other values than those", what, world, fix="use the same command line, and the same files on every node"
+            "config values, checkpoint or images",
+            what,
+            world,
+            fix="use the same command line, and the same files on every node",
         )
         if named.is_changed and world.is_main:
             logger.warning(

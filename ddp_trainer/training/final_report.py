@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
     """If ``report=true``, write the last evaluation's scores to evaluation/last-<split>/, and report.html. Collective.
 
-    Without an evaluation in this launch, as after a graceful stop, write only report.html. A failure logs a warning.
+    If the model was not evaluated after the last step, as after a graceful stop, write only report.html. A failure logs
+    a warning.
     """
     if not trainer.config.report:
         return

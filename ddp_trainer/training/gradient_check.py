@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.sync.base import start_exchange
-from ddp_trainer.training.metrics import DesynchronizedError
+from ddp_trainer.training.metrics import DesynchronizedError, rank_outside_majority
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -61,10 +61,14 @@ class GradientCheck:
             fp32 = torch.float16 if is_tf32 else torch.float32  # TF32 has as many digits as float16
             self.tolerance = TOLERANCES[step.settings.autocast_dtype or fp32]
         self.checked = step.count
-        """The number of the last step that was checked."""
+        """The number of the last step that was checked, or of the step after which this launch began."""
         self._prints: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._batch: Callable[[], tuple[Tensor, Tensor]] | None = None
+
+    def begin(self, step: int) -> None:
+        """Continue after optimizer step `step`."""
+        self.checked = step
 
     @property
     def is_due(self) -> bool:
@@ -106,9 +110,7 @@ class GradientCheck:
         size = len(own)
         owns, agains, models = table[:, :size], table[:, size : 2 * size].roll(-1, 0), table[:, -1].tolist()
         if len(set(models)) > 1:
-            usual = max(models, key=models.count)
-            odd = [rank for rank, value in enumerate(models) if value != usual]
-            self.fail(odd[0] if len(models) > 2 else None, "holds other parameters than the rest")
+            self.fail(rank_outside_majority(models), "holds other parameters than the rest")
         differing = [rank for rank in range(len(owns)) if not self.are_equal(owns[rank], agains[rank])]
         if differing:
             again = self.recompute(*self.start_shift(images, labels, shift=2)(), shift=2)
@@ -131,7 +133,7 @@ class GradientCheck:
                 is_own_good = self.are_equal(own[rank], third[rank])
                 votes.update([(rank + 1) % ranks] if is_own_good else [rank, (rank + 1) % ranks])
         (rank, count), *others = [*votes.most_common(), (None, 0)]
-        is_clear = rank is not None and (not others or others[0][1] < count)
+        is_clear = others != [] and others[0][1] < count
         self.fail(rank if is_clear else None, "computed another gradient than other ranks from the same images")
 
     def fail(self, rank: int | None, what: str) -> None:
@@ -218,7 +220,8 @@ def transfer(mine: Tensor, length: int, *, source: int, target: int) -> tuple[li
 
     mine: [B, …]. The received tensor is [length, …], in the memory format of `mine`, and valid after the operations.
     """
-    is_channels_last = mine.ndim == 4 and mine.is_contiguous(memory_format=torch.channels_last)
+    # With one channel both formats are contiguous, and only the strides show which one it is.
+    is_channels_last = mine.ndim == 4 and mine.stride(1) == 1 and mine.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     received = torch.empty(length, *mine.shape[1:], dtype=mine.dtype, device=mine.device, memory_format=layout)
     out, into = (part.permute(0, 2, 3, 1) if is_channels_last else part for part in (mine, received))

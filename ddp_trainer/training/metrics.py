@@ -1,6 +1,8 @@
 """Sums of metrics, the progress over all launches, and the checks that values are finite and replicas equal."""
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
@@ -144,9 +146,17 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
         odd = torch.arange(bits.numel(), device=bits.device) * 2 + (2 * number + 1)
         own += (bits * odd).sum() * (2 * number + 1)
     prints = [int(other) for other in world.all_gather(own)]
-    usual = max(prints, key=prints.count)
-    if odd := [rank for rank, value in enumerate(prints) if value != usual]:
+    if differing := [rank for rank, value in enumerate(prints) if value != prints[0]]:
+        odd = rank_outside_majority(prints)
+        who = f"rank {differing[0]} holds other parameters than rank 0"
         raise DesynchronizedError(
-            f"rank {odd[0]} holds other parameters than {'the rest' if len(prints) > 2 else 'rank 0'} after "
-            f"step {step}: no checkpoint was saved; the cause is faulty memory, or code that treats ranks differently"
+            f"{who if odd is None else f'rank {odd} holds other parameters than the rest'} after step {step}: no "
+            "checkpoint was saved; the cause is faulty memory, or code that treats ranks differently"
         )
+
+
+def rank_outside_majority(values: Sequence[Any]) -> int | None:
+    """Return the first rank whose value is not that of more than half of the ranks; None if there is no such half."""
+    usual, count = Counter(values).most_common(1)[0]
+    odd = [rank for rank, value in enumerate(values) if value != usual]
+    return odd[0] if odd and 2 * count > len(values) else None

@@ -46,7 +46,7 @@ from ddp_trainer.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 3.0
-"""How long a rank waits before it ends, if it did not get the request to stop itself, but from another rank.
+"""How long a rank of a job on several nodes waits before it ends, if only another rank got the request to stop.
 
 torchrun stops all ranks of an elastic job when a node comes back, and starts them again. If the torchrun process of a
 node sees its ranks end before it has noticed the new node, it considers the job finished and does not restart them.
@@ -186,7 +186,8 @@ def log_header(trainer: Trainer, datasets: Datasets) -> None:
         config.sync.name, torch.__version__,
     )  # fmt: skip
     logger.info(
-        "global batch %d = %d ranks × %d images × %d gradient accumulation steps, %d steps an epoch, %d epochs, lr %g",
+        "global batch %d on %d ranks, at most %d images at a time × %d gradient accumulation steps, %d steps an epoch, "
+        "%d epochs, lr %g",
         config.global_batch_size, world.world_size,
         -(-sampler.local_batch_size // config.gradient_accumulation_steps), config.gradient_accumulation_steps,
         sampler.steps_per_epoch, config.epochs, config.optimizer.scaled_lr(config.global_batch_size),

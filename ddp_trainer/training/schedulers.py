@@ -33,7 +33,7 @@ def build_step(config: StepConfig, *, steps_per_epoch: int, total_steps: int) ->
 
 
 def build_cosine(config: CosineConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return a function that follows half a cosine from 1, after the warm-up, to `final_factor` at the last step."""
+    """Return half a cosine from 1, after the warm-up, to `final_factor`, which follows after the last step."""
     warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     length = max(1, total_steps - warmup_steps)
     return lambda step: _anneal(1.0, config.final_factor, (step - warmup_steps) / length)

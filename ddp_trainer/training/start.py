@@ -1,4 +1,4 @@
-"""The start of a run: read the data set, join the process group, compare ranks, replace config values of "auto"."""
+"""The start of a run: read the data set, join the process group, compare ranks, resolve precision and channels_last."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ class Start:
     """Config, process group, data and memory layout of a run, as `start` returns them to train, benchmark and plan."""
 
     config: Config
-    """The config, with a value for this hardware in place of each "auto"."""
+    """The config; precision=auto and channels_last=auto are replaced by the values for this hardware."""
     world: World
     datasets: Datasets
     memory_format: torch.memory_format
@@ -46,7 +46,7 @@ class Start:
 
 
 def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
-    """Read the data set, join the process group until `stack` closes, compare ranks, and replace values of "auto".
+    """Read the data set, join the process group until `stack` closes, compare ranks, and resolve some "auto" values.
 
     Collective: every rank must call this.
 
@@ -94,7 +94,7 @@ def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> 
 
 
 def resolve_auto(config: Config, world: World) -> Config:
-    """Return `config` with each "auto" replaced by the value for this hardware. Collective."""
+    """Return `config` with the precision and memory layout for this hardware in place of "auto". Collective."""
     if config.precision is Precision.auto:
         all_fast = all(world.all_gather_object(has_fast_bf16(world.device)))  # else precisions would differ
         precision = Precision.bf16 if all_fast and config.sync.supports_bf16 else Precision.fp32

@@ -51,6 +51,7 @@ class StepSettings:
 class StepCheck(Protocol):
     """A check of the gradients before the optimizer uses them, in steps where `is_due`; its errors end the training."""
 
+    def begin(self, step: int) -> None: ...
     @property
     def is_due(self) -> bool: ...
     def watch(self, images: Tensor, labels: Tensor) -> None: ...
@@ -98,9 +99,7 @@ class TrainStep:
         # Dropout draws from torch's generator. Its seed depends on the step, so that a resumed run draws the same.
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
         seed_device(self.world.device, seed)
-        # The gradient scaler of fp16 itself skips updates that are not finite.
-        skips_nonfinite = self.settings.on_nonfinite is OnNonfinite.skip and not self.scaler.is_enabled()
-        statistics = flatten_buffers(self.model) if skips_nonfinite else None
+        statistics = flatten_buffers(self.model) if self.settings.on_nonfinite is OnNonfinite.skip else None
         check = self.check if self.check is not None and self.check.is_due else None
         if check is not None:
             check.watch(images, labels)
@@ -111,14 +110,14 @@ class TrainStep:
                 loss += self.backward(*microbatch)
         loss += self.backward(*last)
         self.on_phase("gradient sync")
-        self.sync.before_step()  # .grad is now the mean over ranks
+        self.sync.before_step()  # .grad is now the mean over ranks, if the strategy averages gradients
         if check is not None:
             self.on_phase("check")
             check.compare(images, labels)
         self.on_phase("optimizer")
         self.clip_and_step(loss, statistics)
         self.on_phase("gradient sync")
-        self.sync.after_step(self.optimizer)  # parameters are equal on every rank
+        self.sync.after_step(self.optimizer)  # parameters are equal on every rank, if sync.is_synchronized
         if self.ema is not None:
             self.ema.update()
         self.on_phase("between steps")
@@ -170,19 +169,19 @@ class TrainStep:
         values, max_norm = [loss], self.settings.max_grad_norm
         if max_norm is not None:
             self.scaler.unscale_(self.optimizer)
-        # Gradients of fp16 overflow sometimes, which the scaler handles.
-        if max_norm is not None or not self.scaler.is_enabled():
+        if max_norm is not None or statistics is not None or not self.scaler.is_enabled():
             norm = self.sync.gradient_norm(self.model)
             if max_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-            if not self.scaler.is_enabled():
+            if not self.scaler.is_enabled():  # gradients of fp16 overflow sometimes, and the scaler skips these updates
                 values.append(norm)
-                if statistics is not None:  # decided by the norm, which is equal on all ranks, unlike the loss
-                    is_bad = ~norm.isfinite()
+            if statistics is not None:  # decided by the norm, which averaged gradients make equal on all ranks
+                is_bad = ~norm.isfinite()
+                if not self.scaler.is_enabled():
                     self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-                    # A forward pass that was not finite has changed BatchNorm's statistics.
-                    restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
-        self.nonfinite.check(torch.stack(values), step=self.count)
+                # A forward pass that was not finite has changed BatchNorm's statistics.
+                restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
+        self.nonfinite.check(torch.stack(values), step=self.count + 1)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -238,6 +237,8 @@ class TrainStep:
             group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
         self.count = state["step"]
+        if self.check is not None:
+            self.check.begin(self.count)
 
 
 def sum_of_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:

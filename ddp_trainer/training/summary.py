@@ -1,4 +1,4 @@
-"""The result of a launch: the content of summary.json and the last line on the console."""
+"""The result of a launch: the content of summary.json and a line on the console."""
 
 import json
 import math
@@ -57,7 +57,7 @@ class Summary:
             raise ValueError(f"not a summary: {error}") from error
 
     def line(self) -> str:
-        """Return the last line that a launch logs."""
+        """Return the line that a launch logs at its end, unless it was stopped."""
         where = f"{self.world_size} × {self.device} ({self.backend})"
         speed = [
             f"{self.seconds_per_epoch:,.1f} s/epoch" if self.seconds_per_epoch is not None else "",
@@ -67,9 +67,10 @@ class Summary:
 
 
 def read_summary(run_dir: Path, step: int) -> str:
-    """Return the text of summary.json if it is valid and describes optimizer step `step`, else ""."""
+    """Return the text of summary.json if it is valid and of a launch that ended, not stopped, at `step`; else ""."""
     try:
         text = (run_dir / "summary.json").read_text()
-        return text if Summary.from_json(text).steps == step else ""
+        summary = Summary.from_json(text)
+        return text if summary.steps == step and summary.status is not Status.stopped else ""
     except (OSError, ValueError):  # a missing or damaged summary is made again
         return ""

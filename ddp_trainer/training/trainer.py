@@ -61,7 +61,7 @@ class Trainer:
         """The optimizer step at which this launch ends."""
         self.epoch_seconds: list[float] = []
         self.results: SampleResults | None = None
-        """The results of this rank's samples in the last evaluation of this launch; None before the first one."""
+        """The results of this rank's samples if the model was evaluated after the last step, else None."""
 
     def fit(self) -> Summary:
         """Train, evaluate and save until done or stopped; return the result. Collective: every rank must call this."""
@@ -90,7 +90,7 @@ class Trainer:
         self.prime()
 
     def prime(self) -> None:
-        """Warm up DDP and the compiler with black images; ConfigError if the model fails or returns no logits."""
+        """Warm up DDP and the compiler with black images; ConfigError for wrong logits or BatchNorm of one image."""
         config, device, image_shape = self.config, self.world.device, self.loaders.image_shape
         if config.compile:
             self.monitor.phase = COMPILATION
@@ -133,6 +133,7 @@ class Trainer:
     def train_epoch(self, epoch: int) -> bool:
         """Train to the end of the epoch, or to max_steps if that is earlier. Return False if stopped before."""
         began, start = time.perf_counter(), self.step % self.steps_per_epoch
+        self.results = None
         self.loaders.sampler.set_epoch(epoch, start)
         if start == 0:
             self.progress.digest = SampleDigest(self.world.device)
@@ -220,7 +221,7 @@ class Trainer:
         self.control.saved()
 
     def state_dict(self) -> State:
-        """Return the state from which training resumes; its tensors are not copies. Collective."""
+        """Return the state from which training resumes; parameters and optimizer state are not copied. Collective."""
         with averaged_statistics(self.train_step.models, self.world) as own:
             model, *averages = (tensors_of(model) for model in self.train_step.models)
         return {
@@ -279,10 +280,10 @@ class Trainer:
         )
 
     def repeat_summary(self) -> Summary:
-        """Return the summary of the launch that trained the last step; evaluate again if summary.json is lost."""
+        """Return the last launch's summary; evaluate if it is lost, or if that launch was stopped. Collective."""
         logger.info("%s: nothing left to train after step %d", self.status, self.step)
         text = self.world.broadcast_object(read_summary(self.run_dir, self.step) if self.world.is_main else "")
         if text:
             return Summary.from_json(text)
-        self.evaluate(self.step // self.steps_per_epoch - 1)
+        self.evaluate((self.step - 1) // self.steps_per_epoch)
         return self.summary()

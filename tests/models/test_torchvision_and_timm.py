@@ -21,8 +21,8 @@ from ddp_trainer.models.state import load_state
 
 TORCHVISION = models.list_models(module=models)
 SMALL = {
-    "torchvision": ["mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "regnet_x_400mf"],
-    "timm": ["resnet10t", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv4_conv_small"],
+    "torchvision": ["shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0"],
+    "timm": ["resnet10t", "vit_tiny_patch16_224", "convnext_atto"],
 }
 """A few of each library that are small; among them dropout, stochastic depth and layers without BatchNorm."""
 TIMM = [
