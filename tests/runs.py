@@ -1,0 +1,118 @@
+"""Short runs on forked ranks, and what is in their directories."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from processes import on_ranks, start_ranks, wait_for
+from torch.utils._pytree import tree_flatten_with_path
+
+from ddp_trainer.config.composition import config_dir, register_configs, to_config
+from ddp_trainer.config.messages import check_overrides
+from ddp_trainer.config.schema import Config
+from ddp_trainer.distributed.environment import read_environment
+from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.training.run import run
+
+TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31", "data.channels=1",
+        "data.height=12", "data.width=12", "data.mean=[0.5]", "data.std=[0.25]", "precision=fp32",
+        "global_batch_size=12", "epochs=2")  # fmt: skip
+"""Overrides for a run of 16 steps that takes a fraction of a second once torch is imported."""
+BATCHNORM = ("model=timm", "model.arch=test_resnet")
+"""Overrides for a small model with BatchNorm: 373,370 parameters for images with one channel."""
+
+
+def compose(*overrides: str) -> Config:
+    """Return the config that the command line would make of `overrides`."""
+    check_overrides(overrides)
+    register_configs()
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return to_config(hydra.compose("config", list(overrides)))
+
+
+@contextmanager
+def in_process_group(config: Config) -> Iterator[World]:
+    """Join the process group of this process's ranks as `config` says, and leave it again."""
+    names = ("device", "backend", "num_threads", "timeout_seconds")
+    with process_group(read_environment(), **{name: getattr(config, name) for name in names}) as world:
+        yield world
+
+
+def train(config: Config) -> str:
+    """Train as one rank, in one of the processes that `on_ranks` and `start_ranks` start."""
+    return run(config).to_json()
+
+
+def train_on(world_size: int, *overrides: str, deadline: float = 60) -> dict[str, Any]:
+    """Train with `overrides` on so many ranks and return the summary."""
+    return json.loads(on_ranks(world_size, train, compose(*overrides), deadline=deadline)[0])
+
+
+def _train_one_after_another(configs: list[Config]) -> None:
+    with in_process_group(configs[0]):
+        for config in configs:
+            run(config)
+
+
+def train_all(world_size: int, jobs: list[tuple[str, ...]], *, deadline: float = 240) -> None:
+    """Train `jobs`, each its overrides, one after another in one process group: a run then takes half a second."""
+    on_ranks(world_size, _train_one_after_another, [compose(*overrides) for overrides in jobs], deadline=deadline)
+
+
+def kill_in_training(world_size: int, config: Config, run_dir: Path, *, after: float) -> None:
+    """Train in processes of this job's own, and kill them all `after` seconds after their first save."""
+    before = newest_step(run_dir)
+    processes = start_ranks(world_size, train, config)
+    wait_for(lambda: newest_step(run_dir) > before)
+    time.sleep(after)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def records(run_dir: Path, tag: str | None = None) -> list[dict[str, Any]]:
+    """Return the records of metrics.jsonl, or those that have `tag`."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if tag is None or tag in line]
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Return what summary.json holds."""
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the newest step checkpoint, 0 if there is none."""
+    return max((int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")), default=0)
+
+
+def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
+    """Return the state in the newest step checkpoint."""
+    return torch.load(run_dir / f"checkpoints/step-{newest_step(run_dir):08d}.pt", weights_only=True)
+
+
+def trained_state(run_dir: Path) -> dict[str, Any]:
+    """Return what the last checkpoint says of training, less the clock."""
+    state = newest_checkpoint(run_dir)
+    state.pop("config")
+    state["progress"].pop("seconds")
+    return state
+
+
+def assert_bitwise(left: Any, right: Any) -> None:
+    """Assert that two states are equal, tensors bit by bit."""
+    (ours, structure), (theirs, other_structure) = tree_flatten_with_path(left), tree_flatten_with_path(right)
+    assert structure == other_structure
+    for (path, one), (_, other) in zip(ours, theirs, strict=True):
+        assert type(one) is type(other), path
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype, path
+            assert torch.equal(one, other), path
+        else:
+            assert one == other, path
