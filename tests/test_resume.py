@@ -1,12 +1,28 @@
 """Resume: a run that was stopped anywhere and resumed ends as if it had been left alone."""
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from runs import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, read_summary, records, train_all, trained_state
+from processes import on_ranks
+from runs import (
+    BATCHNORM,
+    TINY,
+    assert_bitwise,
+    compose,
+    newest_checkpoint,
+    read_summary,
+    records,
+    train_all,
+    train_on,
+    trained_state,
+)
+
+from ddp_trainer.config.schema import Config
+from ddp_trainer.training.run import run
 
 MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
 VARIANTS = {
@@ -65,6 +81,29 @@ def test_a_run_may_go_on_in_another_memory_layout(trained: Callable[[int], Path]
     train_all(1, [(*common, "channels_last=true", "max_steps=5"), (*common, "channels_last=false")])
     whole = newest_checkpoint(trained(2) / "whole-momentum")
     torch.testing.assert_close(whole["model"], newest_checkpoint(tmp_path / "run")["model"])
+
+
+def stopped_by(config: Config, stop_file: Path) -> str:
+    os.environ["DDP_TRAINER_STOP_FILE"] = str(stop_file)
+    return run(config).to_json()
+
+
+def test_a_run_that_was_stopped_beyond_its_new_end_is_evaluated(tmp_path: Path) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "name=run")
+    on_ranks(1, stopped_by, compose(*words), tmp_path)
+    assert read_summary(tmp_path / "run")["status"] == "stopped"
+    summary = train_on(1, *words, "max_steps=1")
+    assert (summary["status"], summary["steps"], summary["eval/count"]) == ("max_steps", 1, 31)
+    assert not (tmp_path / "run/stopped").exists()
+
+
+def test_the_report_of_a_stopped_run_has_no_scores_of_an_earlier_step(tmp_path: Path) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "name=run", "report=true", "checkpoint.every_steps=1")
+    config = compose(*words, "checkpoint.keep_last=100")
+    on_ranks(1, stopped_by, config, tmp_path / "run/checkpoints/step-00000008.pt")
+    assert 8 < read_summary(tmp_path / "run")["steps"] < 16
+    assert (tmp_path / "run/report.html").exists()
+    assert not (tmp_path / "run/evaluation").exists()
 
 
 @pytest.mark.fault("more epochs at resume")

@@ -11,6 +11,7 @@ from runs import TINY
 
 from ddp_trainer.health.flight_recorder import MAX_ROWS, FlightRecorder
 from ddp_trainer.health.memory import MemoryGrowth
+from ddp_trainer.health.rank_reports import Lanes
 from ddp_trainer.health.sensors import Sensors
 
 CPU = torch.device("cpu")
@@ -54,6 +55,13 @@ def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
     assert len(found) == MAX_ROWS
     assert (found[-1]["step"], found[-1]["steps"]) == (40000, 8)  # half a second, whatever the log points are
     assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (15.625, 46.875, 100.0)
+
+
+def test_no_row_of_the_ranks_is_lost_when_rows_are_merged(tmp_path: Path) -> None:
+    lanes = Lanes(tmp_path / "ranks.jsonl", max_rows=3)
+    for step in range(1, 12):
+        lanes.add({"step": step, "steps": 1, "forward": [1.0], "memory_mb": [100.0]})
+        assert sum(row["steps"] for row in rows(tmp_path / "ranks.jsonl")) == step
 
 
 def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ddp_trainer.config.schema import Precision
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.models.lenet import LeNet
 from ddp_trainer.sync import build_sync
-from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck
+from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck, transfer
 from ddp_trainer.training.step import StepSettings, TrainStep
 
 NUM_TRIALS = 6
@@ -179,6 +179,26 @@ def test_gradients_that_overflow_on_all_ranks_are_no_corruption() -> None:
 
 def test_steps_apart_are_not_compared() -> None:
     assert on_ranks(2, quiet_steps, 10, ("sync=local_sgd", "sync.every_steps=4"), Precision.fp32, 1) == [9, 9]
+
+
+def check_after_resume() -> tuple[list[bool], list[bool]]:
+    """Return whether a check is due after some steps of a resumed run, and whether batches arrive in their layout."""
+    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+        step = build(world)
+        assert isinstance(step.check, GradientCheck)
+        step.check.every_steps = 100
+        step.load_state_dict(step.state_dict() | {"step": 150})
+        due = []
+        for step.count in (150, 198, 199):
+            due.append(step.check.is_due)
+        batches = [torch.zeros(2, 1, 4, 5, memory_format=layout)  # of one channel: contiguous in both layouts
+                   for layout in (torch.contiguous_format, torch.channels_last)]  # fmt: skip
+        received = [transfer(batch, 2, source=world.rank, target=world.rank)[1] for batch in batches]
+        return due, [one.stride() == other.stride() for one, other in zip(batches, received, strict=True)]
+
+
+def test_a_resumed_run_is_checked_at_the_same_steps_in_the_same_layout() -> None:
+    assert on_ranks(1, check_after_resume) == [([False, False, True], [True, True])]
 
 
 def with_check(enabled: bool) -> list[float]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ddp_trainer.health.memory import peak_memory_mb
-from ddp_trainer.training.metrics import MetricSums, SampleDigest
+from ddp_trainer.training.metrics import MetricSums, SampleDigest, rank_outside_majority
 
 CPU = torch.device("cpu")
 
@@ -84,3 +84,10 @@ def test_the_digest_wraps_around_as_two_to_the_64(step: int) -> None:
 
 def test_peak_memory_is_in_mebibytes() -> None:
     assert 50 < peak_memory_mb(CPU) < 100_000  # torch alone takes more than 50
+
+
+@pytest.mark.parametrize(("values", "rank"), [
+    ([7, 7, 7], None), ([7, 7, 9], 2), ([9, 7, 7], 0), ([7, 9], None), ([7, 7, 9, 9], None), ([7, 8, 9], None),
+])  # fmt: skip
+def test_a_rank_is_named_only_by_more_than_half_of_the_ranks(values: list[int], rank: int | None) -> None:
+    assert rank_outside_majority(values) == rank
