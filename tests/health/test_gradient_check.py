@@ -191,8 +191,8 @@ def check_after_resume() -> tuple[list[bool], list[bool]]:
         due = []
         for step.count in (150, 198, 199):
             due.append(step.check.is_due)
-        batches = [torch.zeros(2, 1, 4, 5, memory_format=layout)  # of one channel: contiguous in both layouts
-                   for layout in (torch.contiguous_format, torch.channels_last)]  # fmt: skip
+        batch = torch.zeros(2, 1, 4, 5)  # of one channel: contiguous in both layouts
+        batches = [batch, batch.to(memory_format=torch.channels_last)]
         received = [transfer(batch, 2, source=world.rank, target=world.rank)[1] for batch in batches]
         return due, [one.stride() == other.stride() for one, other in zip(batches, received, strict=True)]
 
