@@ -39,7 +39,9 @@ def parse_options(
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     tree = OmegaConf.structured(schema)
     for key, _, text in (word.partition("=") for word in own):
-        is_text = isinstance(tree._get_node(key), StringNode)  # text, for example a path, is not parsed as YAML
+        node = tree._get_node(key)
+        is_null = text == "null" and node._is_optional()
+        is_text = isinstance(node, StringNode) and not is_null  # text, for example a path, is not parsed as YAML
         tree[key] = text if is_text else OmegaConf.from_dotlist([f"{key}={text}"])[key]
     options = OmegaConf.to_object(tree)
     check_values(options)

@@ -121,7 +121,7 @@ def check_tensorboard(files: RunFiles) -> Iterator[str]:
     if folder.is_dir() and files.metrics.exists():
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
-        board = EventAccumulator(str(folder)).Reload()
+        board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all steps, not a sample
         shown = [event.step for event in board.Scalars("train/loss")] if "train/loss" in board.Tags()["scalars"] else []
         if shown != logged:
             yield f"tensorboard: train/loss has {len(shown)} steps, but metrics.jsonl has {len(logged)}"

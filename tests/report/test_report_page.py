@@ -76,6 +76,13 @@ def test_output_and_title_are_options(run_dir: Path, tmp_path: Path) -> None:
     assert [run["name"] for run in data_of(page)["runs"]] == ["run", "lr=0.1"]
 
 
+def test_null_stands_for_the_default_of_an_option(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    main(["run", "output=null", "title=null"])
+    assert "<title>Report on run</title>" in (run_dir / "report.html").read_text()
+    assert not Path("null").exists()
+
+
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^$"):  # exit code 0
         main(["--help"])
