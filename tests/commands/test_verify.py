@@ -10,7 +10,10 @@ import pytest
 from processes import launch, succeed
 from runs import TINY, train_on
 
-from ddp_trainer.commands.verify import find_damage
+from ddp_trainer.commands.verify import RunFiles, check_tensorboard, find_damage
+from ddp_trainer.config.loggers import JsonlConfig, TensorBoardConfig
+from ddp_trainer.loggers.jsonl import JsonlLogger
+from ddp_trainer.loggers.tensorboard import TensorBoardLogger
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,15 @@ def test_damage_is_a_finding(name: str, change: Callable[[str], str], finding: s
     assert changed != path.read_text()
     path.write_text(changed)
     assert any(line.startswith(finding) for line in findings_of(run_dir)), findings_of(run_dir)
+
+
+def test_tensorboard_is_compared_whole(tmp_path: Path) -> None:
+    loggers = TensorBoardLogger(TensorBoardConfig(), tmp_path), JsonlLogger(JsonlConfig(), tmp_path)
+    for logger in loggers:
+        for step in range(1, 10_002):  # TensorBoard's reader keeps 10,000 steps by default
+            logger.scalars({"train/loss": 0.5}, step)
+        logger.close()
+    assert list(check_tensorboard(RunFiles(tmp_path))) == []
 
 
 @pytest.mark.fault("verify of outputs with a bit flipped, or cut")
