@@ -106,7 +106,7 @@ def measure_speeds(device: Device) -> dict[str, float]:
 
 
 def find_gpu_error(node: NodeInfo) -> ConfigError | None:
-    """Return an error if this node has no GPU but the config needs one, or too little /dev/shm for NCCL; else None."""
+    """Return an error if this node lacks a GPU that the config needs, or the space in /dev/shm for NCCL; else None."""
     # NVIDIA has one device file per GPU; WSL (dxg), AMD (kfd) and Jetson (nvhost-gpu) have one for all GPUs
     num_gpus = sum(len(list(Path("/dev").glob(name))) for name in ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu"))
     for key, value in (("backend", "nccl"), ("device", "cuda")):
@@ -114,7 +114,8 @@ def find_gpu_error(node: NodeInfo) -> ConfigError | None:
             fix = "use backend=gloo and device=cpu, or auto for both"
             return ConfigError(f"{key} in the config needs a GPU and this node has none: {fix}")
     size_mb = shutil.disk_usage("/dev/shm").free // 2**20 if Path("/dev/shm").is_dir() else 0
-    if num_gpus >= 2 and size_mb < SHM_MB:
+    uses_nccl = node.config.get("device") != "cpu" and node.config.get("backend") != "gloo"
+    if uses_nccl and num_gpus >= 2 and size_mb < SHM_MB:
         fix = "start the container with --ipc=host or --shm-size=1g"
         return ConfigError(f"/dev/shm has {size_mb} MB left and NCCL needs {SHM_MB} MB between {num_gpus} GPUs: {fix}")
     return None

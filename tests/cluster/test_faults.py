@@ -206,17 +206,18 @@ def test_nccl_is_asked_for_without_a_gpu(launch: Launch) -> None:
     )
 
 
-def test_shared_memory_is_too_small_for_nccl(launch: Launch) -> None:
+@pytest.mark.parametrize(("setting", "code"), [("backend=auto", 2), ("backend=gloo", 0), ("device=cpu", 0)])
+def test_shared_memory_is_too_small_for_nccl_but_not_for_gloo(setting: str, code: int, launch: Launch) -> None:
     """/dev/shm is as small as Docker makes it; of the GPUs, only the names of their devices are there."""
     small = (
         'd=$(mktemp -d); mount -t tmpfs tmpfs "$d"; cp -a /dev/null /dev/zero /dev/random /dev/urandom "$d";'
         'mkdir "$d/shm"; touch "$d/nvidia0" "$d/nvidia1"; mount --rbind "$d" /dev;'
         'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$0" "$@"'
     )
-    launch.start(0)
-    launch.start(1, prefix=("unshare", "--mount", "sh", "-c", small))
-    error = launch.end(2)[0].error
-    assert "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL needs 512 MB between 2 GPUs" in error
+    launch.start(0, overrides=(setting,))
+    launch.start(1, overrides=(setting,), prefix=("unshare", "--mount", "sh", "-c", small))
+    error = "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL needs 512 MB between 2 GPUs"
+    assert (error in launch.end(code)[0].output) == (code == 2)
 
 
 def test_a_bad_config_is_one_error_and_nothing_starts(launch: Launch) -> None:
