@@ -294,6 +294,7 @@ COMMANDS = {
     "docter": "docter is not a command: did you mean doctor?",
     "doctor optimiser=sgd": "optimiser=sgd is unknown: did you mean optimizer?",
     "doctor size_mb=0": "size_mb=0 must be greater than 0",
+    "doctor {folder}/lr=0.1": "{folder}/lr=0.1 is not a run directory",
     "plan {tiny}": "a single rank has no network to measure",
     "plan {tiny} latency_us=5": "bandwidth_mbit and latency_us must be given together",
     "plan {tiny} latency_us=5 bandwidth_mbit=0": "bandwidth_mbit=0.0 must be greater than 0",

@@ -63,7 +63,7 @@ class Finding(NamedTuple):
 
 def main(words: Sequence[str]) -> None:
     """Examine the machines; exit with 2 for wrong input or if training cannot start, with 1 for any other failure."""
-    if words and not wants_help(words) and "=" not in words[0] and not words[0].startswith("-"):
+    if words and not wants_help(words) and not re.match("-|(hydra/)?[^/]+=", words[0]):  # sweep/lr=0.1 is a directory
         with errors_as_exit_codes():
             require(len(words) == 1, "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …")
             print(stacks_of(Path(words[0])), end="")
