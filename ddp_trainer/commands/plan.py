@@ -55,10 +55,11 @@ def main(words: Sequence[str]) -> None:
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
     """Measure computation and network of this job; on rank 0, print and write the predicted step times. Collective."""
     environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
-    ranks, batch = environment.world_size, config.global_batch_size
+    ranks, batch, passes = environment.world_size, config.global_batch_size, config.gradient_accumulation_steps
     fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
     require(latency_us is not None or ranks > 1, f"a single rank has no network to measure: {fix}")
-    require(batch >= 2 * ranks, f"global_batch_size={batch} must be at least {2 * ranks}: 2 images per rank")
+    least = 4 * ranks * passes  # half of the batch is measured too, and BatchNorm may need 2 images in a pass
+    require(batch >= least, f"global_batch_size={batch} must be at least {least}: 4 images per rank and pass")
     with disable_gc():
         from ddp_trainer.commands.step_benchmark import measure_compute, measure_network  # imports torch
         from ddp_trainer.training.start import start
