@@ -305,6 +305,7 @@ COMMANDS = {
     "benchmark {tiny} strategies=ddp,data_parallel": "sync=data_parallel is for one process with GPUs",
     "benchmark {tiny} steps=0": "steps=0 must be greater than 0",
     "benchmark {tiny} rounds=few": "rounds=few must be a whole number",
+    "benchmark {tiny} rounds=[1": "rounds=[1 cannot be read: the value must be YAML",
     "benchmark {tiny} --steps=3": "--steps=3 is not a flag",
     "benchmark {tiny} model=lenett": "model=lenett is not a valid choice",
     "verify": "verify takes one run directory",
@@ -317,6 +318,7 @@ COMMANDS = {
     "evaluate {run} optimizer.lr=1": "optimizer.lr=1 would change what was trained",
     "evaluate {run} eval_batch=3": "eval_batch=3 is unknown: did you mean eval_batch_size",
     "evaluate {run} eval_batch_size=0": "eval_batch_size=0 must be greater than 0",
+    "evaluate {run} eval_batch_size={{1": "eval_batch_size={{1 cannot be read: the value must be YAML",
     "evaluate {run} device=cuda": "device=cuda needs a GPU",
     "predict {run}": "predict takes a run directory and images",
     "predict {run} {folder}/missing.png": "{folder}/missing.png cannot be read (No such file or directory): give image "

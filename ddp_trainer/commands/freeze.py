@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options
-from ddp_trainer.config.composition import from_builtins, to_builtins
+from ddp_trainer.config.composition import from_builtins, parse_settings, to_builtins
 from ddp_trainer.config.errors import POSITIVE, ConfigError, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.launch.job_file import read_job, write_job
@@ -62,5 +62,5 @@ def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, P
 def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
     """Return the config of the job file at `path` with `changes` (key=value), and its run directory."""
     config, run_dir = read_job(path)
-    tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), OmegaConf.from_dotlist(list(changes))))
+    tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), parse_settings(changes)))
     return from_builtins(tree), run_dir

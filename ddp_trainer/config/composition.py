@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -44,6 +46,17 @@ def to_config(composed: DictConfig) -> Config:
     """Return a checked `Config` with the values of `composed`; raise the same errors as `from_builtins`."""
     tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return from_builtins(cast(dict[str, Any], tree))
+
+
+def parse_settings(words: Iterable[str]) -> DictConfig:
+    """Return the ``key=value`` of `words` as a config, values parsed as YAML; ConfigError if a value is not YAML."""
+    settings = OmegaConf.create()
+    for word in words:
+        try:
+            settings.merge_with_dotlist([word])
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{word} cannot be read: the value must be YAML, so quote special characters") from error
+    return settings
 
 
 def job_dir(output_dir: str, name: str) -> Path:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
-from ddp_trainer.config.composition import free_keys, from_builtins
+from ddp_trainer.config.composition import free_keys, from_builtins, parse_settings
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require, require_run_dir, suggestion
 from ddp_trainer.config.schema import Config
 from ddp_trainer.inference.preprocessing import Preprocessing
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BEST, LAST = "best", "last"
 KEYS = ("model", "config", "class_names", "preprocessing", "data_fingerprint", "step", "epoch", "progress")
 TEXTS = ("data.root", "data.cache_dir")
-"""Keys of the config whose values are taken as text, not parsed as YAML."""
+"""Keys of the config whose values, except null, are taken as text, not parsed as YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,9 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
             key in free,
             f"{word} would change what was trained: leave it out; keys such as data.root and device can be set",
         )
-        OmegaConf.update(tree, key, text if key in TEXTS else OmegaConf.from_dotlist([f"value={text}"])["value"])
+        is_text = key in TEXTS and text != "null"
+        value = text if is_text else OmegaConf.select(parse_settings([word]), key, throw_on_missing=True)
+        OmegaConf.update(tree, key, value)
     result: Any = OmegaConf.to_container(tree)
     return result
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from PIL import Image
 from processes import launch, on_ranks, succeed
-from runs import BATCHNORM, TINY, newest_checkpoint, read_summary, train_all, train_on
+from runs import BATCHNORM, TINY, compose, newest_checkpoint, read_summary, train_all, train_on
 
 from ddp_trainer.checkpoint.file import write_file
 from ddp_trainer.commands import evaluate
+from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DigitsConfig
 from ddp_trainer.data.datasets.digits import build_digits
+from ddp_trainer.inference.trained_model import override
 
 LENET = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]")
 
@@ -159,3 +161,9 @@ def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
             evaluate.main([str(run_dir), "checkpoint=last"])
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {expected}")
+
+
+def test_null_stands_for_the_default_of_a_path() -> None:
+    config = to_builtins(compose("data=fashion_mnist", "data.root=x"))
+    assert override(config, ["data.root=null"])["data"]["root"] is None
+    assert override(config, ["data.root=[1"])["data"]["root"] == "[1"
