@@ -100,7 +100,7 @@ def to_table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write charts of speed and step phases to `path` if matplotlib is installed; TransientError if this fails."""
+    """Write charts of speed and step phases to `path` if matplotlib is installed; `path_error` if this fails."""
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import from_builtins, parse_settings, to_builtins
-from ddp_trainer.config.errors import POSITIVE, ConfigError, require
+from ddp_trainer.config.errors import POSITIVE, path_error, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.launch.job_file import read_job, write_job
 
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_job(path, to_builtins(config), run_dir)
         except OSError as error:
-            raise ConfigError(f"job file {path} cannot be written: {error.strerror}") from error
+            raise path_error(error, f"job file {path} cannot be written: {error.strerror or error}") from error
     print(run_dir)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ddp_trainer.config.errors import TransientError
+from ddp_trainer.config.errors import path_error
 
 
 def print_table(table: Table) -> None:
@@ -20,10 +20,10 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Create the folder of the file `path`, which the ``with`` block writes; turn an OSError into a TransientError."""
+    """Create the folder of the file `path`, which the ``with`` block writes; turn an OSError into a `path_error`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise TransientError(f"{path} was not written: {error.strerror}") from error
+        raise path_error(error, f"{path} was not written: {error.strerror or error}") from error
     print(f"wrote {path}")

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from runs import TINY, compose
 from test_plugins import PLUGIN
 
 from ddp_trainer import registry
+from ddp_trainer.commands.results import writing
 from ddp_trainer.commands.step_benchmark import build_strategies
+from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.performance.costs import VARIANTS
 from ddp_trainer.training.start import start
@@ -75,3 +78,9 @@ def test_strategies_that_do_not_support_the_precision_are_left_out() -> None:
     [(names, left_out)] = on_ranks(1, strategies_in_fp16)
     assert {name.partition(",")[0] for name in names} == {"ddp"}
     assert sorted(left_out) == ["local_sgd", "parameter_server, 1"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/x\.json was not written: "), writing(tmp_path / "file" / "x.json"):
+        pass

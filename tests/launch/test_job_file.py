@@ -9,6 +9,7 @@ from processes import launch, succeed
 from runs import TINY, assert_bitwise, compose, newest_checkpoint, train_on
 
 from ddp_trainer import registry
+from ddp_trainer.commands import freeze
 from ddp_trainer.config.composition import config_digest, from_builtins, to_builtins
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import Resume
@@ -79,6 +80,13 @@ def test_what_cannot_be_frozen_or_changed_is_one_error(arguments: list[str], err
     assert done.output.startswith(f"error: {error}")
     assert done.output.count("\n") == 1
     assert not (tmp_path / "new.json").exists()
+
+
+def test_a_disk_that_is_full_may_have_space_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".new.json.writing").symlink_to("/dev/full")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        freeze.main([f"{tmp_path}/new.json"])
+    assert capsys.readouterr().err == f"error: job file {tmp_path}/new.json cannot be written: No space left on device\n"
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"config": {}}', '{"run_dir": "a", "config": {"model": 1}}'])
