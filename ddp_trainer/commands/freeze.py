@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from ddp_trainer import registry
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import from_builtins, parse_settings, to_builtins
@@ -62,5 +63,9 @@ def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, P
 def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
     """Return the config of the job file at `path` with `changes` (key=value), and its run directory."""
     config, run_dir = read_job(path)
+    for word in changes:
+        key, fix = word.partition("=")[0], "set the keys in it, or leave base= out and write a new job file"
+        is_section = key.split(".")[0] in registry.GROUPS and "." not in key.removeprefix("logger.")
+        require(not is_section, f"{word} would replace a whole section: {fix}")
     tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), parse_settings(changes)))
     return from_builtins(tree), run_dir
