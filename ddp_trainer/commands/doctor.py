@@ -110,7 +110,8 @@ def host_findings(world: World) -> list[Finding]:
     meminfo = Path("/proc/meminfo").read_text()  # memory of the host: the limit of a container may be lower
     memory_mb = int(meminfo.partition("MemAvailable:")[2].split()[0]) // 1024
     shm_mb = shutil.disk_usage("/dev/shm").free // MB if os.path.isdir("/dev/shm") else 0
-    gpus, driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # a driver may be too old
+    driver = Path("/proc/driver/nvidia/version")
     version = re.search(r"\d+\.\d+[.\d]*", driver.read_text() if driver.exists() else "")
     versions = f"driver {version[0] if version else 'unknown'}, CUDA {torch.version.cuda}"
     return [
