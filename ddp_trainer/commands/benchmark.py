@@ -84,7 +84,8 @@ def to_table(result: dict[str, Any]) -> Table:
     headers = ("img/s", "step ms", f"× {rows[0]['name']}", "min–max", "data", "fwd/bwd", "exposed comm", "optimizer",
                "sent MB", "expected")  # fmt: skip
     title = f"{about['model']}, {about['data']}, world size {about['world_size']}, {about['backend']}"
-    table = Table("sync", *headers, title=title, caption="MB per rank and step: sent (measured), expected (computed)")
+    caption = "MB per rank and step: sent by all programs on the hosts (measured), expected of ddp_trainer (computed)"
+    table = Table("sync", *headers, title=title, caption=caption)
     for row in rows:
         sizes = (row["sent_bytes"], row["expected_sent_bytes"])
         table.add_row(

@@ -5,8 +5,9 @@
     find holiday -name '*.jpg' | python -m ddp_trainer predict outputs/pets -
 
 Prints a line of JSON for each file, in the order of the files: path, label, probability, and top, which is a list of
-[label, probability]. Files that cannot be read are named on stderr and left out. Config keys that do not change the
-trained model can be set too, for example device.
+[label, probability]. A path on the command line that does not exist is an error; any other file that cannot be read as
+an image is named on stderr and left out. Config keys that do not change the trained model can be set too, for example
+device.
 """
 
 import json

@@ -50,7 +50,7 @@ class FileAugmentConfig(AugmentConfig):
     random_resized_crop: float | None = field(
         default=0.25, metadata=rule("greater than 0 and at most 1, or null", lambda value: 0 < value <= 1)
     )
-    """Smallest area of a random crop, as a share of the image; aspect 3:4 to 4:3. null: a center crop."""
+    """Smallest area of a random training crop, as a share of the image; aspect 3:4 to 4:3; null: a center crop."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class DataConfig:
         metadata=FREE
         | rule("auto or 0 to 1024", lambda value: value == "auto" or (type(value) is int and 0 <= value <= 1024)),
     )
-    """Threads per rank that read images of streamed data sets in advance; auto: one per usable core, 2 to 16."""
+    """Threads per rank that read images of streamed data sets in advance; auto: usable cores / local ranks, 2 to 16."""
     on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
     """What to do about an image file that cannot be decoded: error: stop; skip: leave it out, and list it."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)

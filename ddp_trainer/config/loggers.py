@@ -49,7 +49,7 @@ class WandbConfig(LoggerConfig):
 class MlflowConfig(LoggerConfig):
     name: str = "mlflow"
     tracking_uri: str | None = None
-    """Address of the server or database; null: MLFLOW_TRACKING_URI, else mlflow.db in output_dir."""
+    """Address of the server or database; null: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory."""
     experiment: str = "ddp_trainer"
     """The experiment that the run belongs to; it is created if it does not exist."""
 

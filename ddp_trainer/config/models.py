@@ -17,7 +17,7 @@ class ModelConfig:
     weights: str | None = None
     """File of initial weights (safetensors or torch.save); the last layer is not loaded if its size differs."""
     freeze: list[str] = field(default_factory=list)
-    """Name prefixes of parameters that are not trained; backbone: all parameters but those of the last layer."""
+    """Names of modules and parameters that are not trained; backbone: all parameters but those of the last layer."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -109,7 +109,7 @@ class Config:
     timeout_seconds: int = field(
         default=120, metadata=FREE | rule(f"1 to {WEEK_SECONDS}, a week", lambda value: 0 < value <= WEEK_SECONDS)
     )
-    """Seconds that a collective may take before the job is ended."""
+    """Time limit, in seconds, of the start and of a collective; a job without progress for half of it is ended."""
     label_smoothing: float = field(default=0.0, metadata=BELOW_ONE)
     """Share, in [0, 1), of the target that is spread evenly over all classes."""
     max_grad_norm: float | None = field(default=None, metadata=POSITIVE)
