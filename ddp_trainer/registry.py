@@ -60,8 +60,10 @@ def register(
     field = getattr(schema, "__dataclass_fields__", {}).get("name")
     if field is None or field.default != name:
         raise ValueError(f"{schema.__name__} must be a dataclass with the field name: str = {name!r}")
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"{group}={name} must consist of letters, digits, _, . and -")
+    marks = "_-" if group == "logger" else "_.-"  # the keys of a logger are logger.<name>.<key>
+    if not re.fullmatch(rf"\w[\w{marks}]*", name):
+        valid = f"letters, digits and the characters {' '.join(marks)}, and begin with a letter, a digit or _"
+        raise ValueError(f"{group}={name} must consist of {valid}")
     first = next(iter(_choices[group].values()), None)
     base = schema if first is None else first.schema.__mro__[-2]  # -1 is object
     if not issubclass(schema, base):

@@ -27,6 +27,7 @@ from ddp_trainer import (
     ModelConfig,
     SyncConfig,
     register_dataset,
+    register_logger,
     register_model,
     registry,
     run,
@@ -187,6 +188,8 @@ def test_a_name_is_a_word_and_registered_once() -> None:
         register_dataset("mine", OtherConfig, builder="other:build")
     with pytest.raises(ValueError, match=r"^data=my data must consist of letters"):
         register_dataset("my data", make_dataclass("My", [("name", str, "my data")], bases=(DataConfig,)))
+    with pytest.raises(ValueError, match=r"^logger=my.log must consist of letters, digits and the characters _ -, "):
+        register_logger("my.log", make_dataclass("My", [("name", str, "my.log")], bases=(LoggerConfig,)))
 
 
 @pytest.mark.usefixtures("own_registry")
