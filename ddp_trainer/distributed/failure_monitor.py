@@ -261,8 +261,9 @@ class FailureMonitor:
         return silent
 
     def _claim(self, lines: list[str]) -> bool:
-        """Publish ``lines[0]`` as the job's root cause if there is none yet. Return whether it is the root cause."""
-        return self._store.compare_set("root_cause", "", lines[0]) == lines[0].encode()
+        """Publish ``lines[0]`` as the root cause of the job. Return False if a root cause was published before."""
+        claim = f"rank {self._world.rank}: {lines[0]}"  # other ranks may have the same line: about a lost rank
+        return self._store.compare_set("root_cause", "", claim).decode() == claim
 
     def _report(self, lines: list[str], title: str, name: str, text: str, *, since: float) -> None:
         """Write `text` to the run's file `name`; report `lines`, `title` and that path. since: as for `report`."""

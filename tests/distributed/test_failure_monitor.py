@@ -77,15 +77,17 @@ def stop_silently(rank: int, monitor: FailureMonitor) -> None:
     time.sleep(60)
 
 
-def run_to_failure(body, folder: Path) -> tuple[list[int | None], list[str]]:
-    """Return the exit codes and the error files of two ranks that no launcher ends, by rank."""
-    processes = start_ranks(2, run_monitored, body, str(folder), 2.0)
+def run_to_failure(
+    body, folder: Path, *, ranks: int = 2, timeout_seconds: float = 2.0
+) -> tuple[list[int | None], list[str]]:
+    """Return the exit codes and the error files of ranks that no launcher ends, by rank."""
+    processes = start_ranks(ranks, run_monitored, body, str(folder), timeout_seconds)
     for process in processes:
         process.join(timeout=40)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    return codes, [read_report(folder / f"error-{rank}.json") for rank in (0, 1)]
+    return codes, [read_report(folder / f"error-{rank}.json") for rank in range(ranks)]
 
 
 @pytest.mark.fault("a rank gone or stopped without a word")
@@ -107,6 +109,20 @@ def test_only_the_first_failure_is_reported(tmp_path: Path) -> None:
     assert other == ""
     assert re.fullmatch(r"rank 1 on \S+ failed first, in data after step 3", report)
     assert "RuntimeError: boom" in (tmp_path / "failure.log").read_text()
+
+
+def lose_the_last_rank(rank: int, monitor: FailureMonitor) -> None:
+    progress(monitor, seconds=1.5)
+    if rank == 2:
+        os._exit(0)
+    raise RuntimeError("Connection closed by peer")
+
+
+def test_two_ranks_that_see_the_same_failure_report_it_once(tmp_path: Path) -> None:
+    codes, reports = run_to_failure(lose_the_last_rank, tmp_path, ranks=3, timeout_seconds=30.0)
+    assert codes == [1, 1, 0]
+    assert sorted(map(bool, reports[:2])) == [False, True]
+    assert re.fullmatch(r"rank 2 on \S+ was lost .*, last seen in data after step 3", "".join(reports[:2]))
 
 
 TORCHRUN = "torchrun --nproc_per_node=2 --master-port=29500 -m ddp_trainer"
