@@ -127,6 +127,7 @@ class StackFile:
         has_memory_files = hasattr(os, "memfd_create")  # Linux
         self.file = open(os.memfd_create(self.NAME), "r+b", 0) if has_memory_files else tempfile.TemporaryFile()  # noqa: SIM115
         self.size = 0
+        self.was_registered = faulthandler.unregister(signal.SIGQUIT)  # by `__main__`, to write to stderr
         faulthandler.register(signal.SIGQUIT, self.file, all_threads=True, chain=False)
 
     def has_grown(self) -> bool:
@@ -136,7 +137,10 @@ class StackFile:
 
     def close(self) -> None:
         """Restore the former effect of SIGQUIT, and close the file."""
-        faulthandler.unregister(signal.SIGQUIT)
+        if self.was_registered:
+            faulthandler.register(signal.SIGQUIT, file=2)
+        else:
+            faulthandler.unregister(signal.SIGQUIT)
         self.file.close()
 
 

@@ -133,6 +133,22 @@ def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(t
             job.wait(timeout=60)
 
 
+CLOSE = """
+import faulthandler, os, signal
+from ddp_trainer.distributed.stacks import StackFile
+
+faulthandler.register(signal.SIGQUIT, file=2)
+StackFile().close()
+os.kill(os.getpid(), signal.SIGQUIT)
+"""
+
+
+def test_sigquit_does_not_end_a_process_that_has_closed_its_stack_file() -> None:
+    done = run_command([sys.executable, "-c", CLOSE])
+    assert done.code == 0
+    assert "most recent call first" in done.output
+
+
 # --- who is absent ------------------------------------------------------------------------------
 
 REDUCE = "/x/site-packages/torch/distributed/distributed_c10d.py:3000 in all_reduce"
