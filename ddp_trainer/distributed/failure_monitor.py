@@ -199,10 +199,10 @@ class FailureMonitor:
         """Write the stacks of all ranks to stacks.log and to stderr."""
         stacks = self._stacks.ask(wake=False)
         if stacks is not None:
-            lines = [*grouped_lines(stacks), "", *(stack.text() for stack in stacks)]
-            path = self._write(STACKS, "\n".join(lines))
+            groups, texts = grouped_lines(stacks), [stack.text() for stack in stacks]
+            path = self._write(STACKS, "\n".join([*groups, "", *texts]))
             with suppress(OSError):  # stderr may be closed
-                print(*lines[:MAX_GROUPS], f"stacks: {path}", sep="\n", file=sys.stderr, flush=True)
+                print(*groups[:MAX_GROUPS], "", *texts, f"stacks: {path}", sep="\n", file=sys.stderr, flush=True)
 
     def _write(self, name: str, text: str) -> str:
         """Write a file in the run directory. Return the path, or the reason why it was not written."""

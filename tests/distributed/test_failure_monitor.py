@@ -7,12 +7,15 @@ import re
 import signal
 import sys
 import time
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from processes import on_ranks, start_ranks
 
 from ddp_trainer.config.schema import Backend, Device
+from ddp_trainer.distributed import failure_monitor
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.failure_monitor import FailureMonitor
 from ddp_trainer.distributed.failure_report import command_to_continue
@@ -123,6 +126,18 @@ def test_two_ranks_that_see_the_same_failure_report_it_once(tmp_path: Path) -> N
     assert codes == [1, 1, 0]
     assert sorted(map(bool, reports[:2])) == [False, True]
     assert re.fullmatch(r"rank 2 on \S+ was lost .*, last seen in data after step 3", "".join(reports[:2]))
+
+
+def show_stacks(rank: int, monitor: FailureMonitor) -> None:
+    failure_monitor.MAX_GROUPS = 1
+    with redirect_stderr(StringIO()) as shown:
+        os.kill(os.getpid(), signal.SIGQUIT)
+        progress(monitor, seconds=4)
+    assert re.match(rf"rank {rank}: data after step 3, at .*\n\nrank {rank} on .*:\n  /", shown.getvalue())
+
+
+def test_sigquit_prints_all_stacks_however_many_groups_there_are(tmp_path: Path) -> None:
+    assert on_ranks(1, run_monitored, show_stacks, str(tmp_path), 30.0) == [""]
 
 
 TORCHRUN = "torchrun --nproc_per_node=2 --master-port=29500 -m ddp_trainer"
