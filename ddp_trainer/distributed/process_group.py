@@ -210,8 +210,9 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
     which some may still be those of former processes. A process accepts the name only if its own nonce is among them.
     Collective: every rank must call this.
     """
-    nonce, own_name, joined = uuid.uuid4().hex, uuid.uuid4().hex, [""]
+    nonce, own_name = uuid.uuid4().hex, uuid.uuid4().hex
     arrived, deadline = [f"arrived/{r}" for r in range(world_size)], time.monotonic() + timeout.total_seconds()
+    joined = ["", *arrived[1:]]  # until rank 0 publishes a name with this nonce: rank 0 is missing
     store.set(arrived[rank], nonce)
     busy = store.add(BUSY, 0)
     while time.monotonic() < deadline:

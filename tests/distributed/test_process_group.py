@@ -97,6 +97,11 @@ def test_ranks_wait_for_one_that_announces_that_it_is_busy_and_name_one_that_doe
         assert silent.result()[0] == "2 of 3 ranks came within 5 s, missing: 1"
 
 
+def test_a_rank_without_rank_0_names_the_other_missing_ranks_too() -> None:
+    with pytest.raises(TimeoutError, match=r"^1 of 3 ranks came within 1 s, missing: 0, 2$"):
+        join_round(dist.HashStore(), rank=1, world_size=3, timeout=timedelta(seconds=1))
+
+
 def join_again() -> list[str]:
     """Join twice in one store, as ranks do that torchrun has restarted."""
     environment = read_environment()
