@@ -192,7 +192,7 @@ def parse(text: str) -> list[str]:
 
 
 def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
-    """Return the ranks that the others wait for; [] if all ranks wait and the rules below choose all of them.
+    """Return the ranks that the others wait for; [] if several ranks all wait and the rules below choose all of them.
 
     Chosen are the ranks that do not wait, or all ranks if all wait; of these, the ranks at the lowest step; of these,
     the ranks whose place in the code has the fewest ranks.
@@ -200,7 +200,7 @@ def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
     places = Counter((stack.phase, stack.place) for stack in stacks)
     order = [(stack.is_waiting, stack.step, places[stack.phase, stack.place]) for stack in stacks]
     absent = [stack for stack, position in zip(stacks, order, strict=True) if position == min(order)]
-    return [] if len(absent) == len(stacks) and stacks[0].is_waiting else absent
+    return [] if len(absent) == len(stacks) > 1 and stacks[0].is_waiting else absent
 
 
 def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:

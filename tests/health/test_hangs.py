@@ -168,6 +168,7 @@ def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankSta
         ([at(0, REDUCE, step=8), at(1, REDUCE, step=7)], [1]),
         ([at(0, BACKWARD), at(1, BACKWARD)], []),
         ([at(0, LOAD, "data")], [0]),
+        ([at(0, BACKWARD)], [0]),
         ([at(0, LOAD, "data"), at(1, LOAD, "data"), at(2, LOAD, "forward")], [2]),
     ],
 )
