@@ -16,7 +16,7 @@ refuse() {
 # Set `ranks` to the number of ranks on this host: NPROC, else the number of GPUs, else the number of usable cores.
 count_ranks() {
     ranks=${NPROC:-}
-    if [[ -z $ranks && -n ${CUDA_VISIBLE_DEVICES-all} ]]; then
+    if [[ -z $ranks && ${CUDA_VISIBLE_DEVICES-all} =~ ^[^-] ]]; then # empty or -1: no GPU
         ranks=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || ranks=
         if [[ -n $ranks && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
             ranks=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)

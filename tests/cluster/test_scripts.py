@@ -14,6 +14,8 @@ import pytest
 from processes import clean_environment, processes_with, run_command, wait_for
 from runs import TINY, read_summary
 
+from ddp_trainer.distributed.environment import usable_cores
+
 LOCAL = str(Path(__file__).resolve().parents[2] / "launch" / "local.sh")
 AGENT = (sys.executable, "-m", "ddp_trainer.launch.agent", "--rdzv-backend=bound")
 HOSTILE = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nsecond line"
@@ -26,6 +28,18 @@ def test_arguments_reach_the_run_unchanged(tmp_path: Path) -> None:
     assert done.code == 0, done.output
     assert read_summary(tmp_path / HOSTILE / "run")["world_size"] == 2
     assert [path.name for path in tmp_path.iterdir()] == [HOSTILE]
+
+
+COUNT = 'source "$1"; python=$2; count_ranks; echo "$ranks"'
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("0,2", 2), ("-1", usable_cores()), ("", usable_cores())])
+def test_ranks_are_the_visible_gpus_or_else_the_cores(visible: str, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: a\\nGPU 1: b\\nGPU 2: c\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = run_command(["bash", "-c", COUNT, "bash", str(Path(LOCAL).with_name("functions.sh")), sys.executable],
+                       PATH=f"{tmp_path}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES=visible)  # fmt: skip
+    assert done.output == f"{ranks}\n"
 
 
 def test_a_mistake_is_one_error_and_nothing_starts(tmp_path: Path) -> None:
