@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from processes import launch, start_command, succeed, wait_for
-from runs import TINY, assert_bitwise, newest_checkpoint, read_summary
+from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary
 
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Device
-from ddp_trainer.launch.launchers.base import last_error
-from hydra_plugins.ddp_trainer import TorchrunLauncher
+from ddp_trainer.launch.launchers import slurm
+from ddp_trainer.launch.launchers.base import Job, last_error
+from hydra_plugins.ddp_trainer import SlurmLauncher, TorchrunLauncher
 
 CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")
 """8 steps; as many threads however many jobs share the cores."""
@@ -142,3 +143,25 @@ def test_the_cause_is_the_last_error_in_the_output(tmp_path: Path) -> None:
     (log := tmp_path / "log").write_text("a\nerror: first\nerror: lr=1 is not valid\nno error: here\n")
     assert last_error(log) == "lr=1 is not valid"
     assert last_error(tmp_path / "none") is None
+
+
+def jobs_in(folder: Path, count: int) -> list[Job]:
+    config = compose(f"output_dir={folder}")
+    return [Job(number=n, label=f"job {n}", config=config, run_dir=folder / str(n)) for n in range(count)]
+
+
+def test_a_job_that_slurm_does_not_take_does_not_end_the_sweep(tmp_path: Path, monkeypatch) -> None:
+    ids = ["7"]
+
+    def answer(*command: str) -> str:
+        if command[0] == "squeue":
+            return ""  # the job has ended
+        if not ids:
+            raise TransientError("sbatch has not answered for 120 s")
+        return ids.pop()
+
+    monkeypatch.setattr(slurm, "slurm", answer)
+    submitted, refused = jobs = jobs_in(tmp_path, 2)
+    SlurmLauncher([], 0.01, nodes=1).run(jobs)
+    assert "summary.json cannot be read" in str(submitted.result)
+    assert "sbatch has not answered for 120 s" in str(refused.result)

@@ -68,7 +68,7 @@ class SlurmLauncher(JobLauncher):
             for job in jobs:
                 try:
                     submitted[self.submit(job, queued)] = job
-                except ConfigError as error:
+                except (ConfigError, TransientError) as error:
                     if not submitted:
                         raise
                     job.finish(str(error))
