@@ -1,6 +1,7 @@
 """Sweeps whose jobs are torchruns of their own: the plain sweep's results, each job on its own feet."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -165,3 +166,16 @@ def test_a_job_that_slurm_does_not_take_does_not_end_the_sweep(tmp_path: Path, m
     SlurmLauncher([], 0.01, nodes=1).run(jobs)
     assert "summary.json cannot be read" in str(submitted.result)
     assert "sbatch has not answered for 120 s" in str(refused.result)
+
+
+class Printer(TorchrunLauncher):
+    """A launcher whose torchrun only prints."""
+
+    def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
+        with open(log, "wb") as output:
+            return subprocess.Popen(["printf", "first\nlast"], stdout=output)
+
+
+def test_a_last_line_without_a_newline_is_printed(tmp_path: Path, capsys) -> None:
+    assert set(Printer(1, 1).run_job(jobs_in(tmp_path, 1)[0], 0, tmp_path)) == {None}
+    assert capsys.readouterr().out == "first\nlast\n"

@@ -97,6 +97,8 @@ class TorchrunLauncher(JobLauncher):
                 yield
                 code = torchrun.poll()
                 *lines, line = (line + output.read()).split(b"\n")
+                if code is not None and line:  # the last line may have no newline
+                    lines.append(line)
                 with suppress(OSError):  # a lost terminal must not end the sweep
                     print(*(f"{prefix}{line.decode(errors='replace')}\n" for line in lines), sep="", end="", flush=True)
         failure = last_error(log) or f"torchrun ended with exit code {code}"
