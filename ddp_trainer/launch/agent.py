@@ -24,7 +24,6 @@ from ddp_trainer.launch.network import address_of, listen
 
 QUIET = ("multiprocessing.api", "agent.server.api")
 """Loggers that are silenced, because they only repeat that a rank has failed or that node 0 has ended."""
-JOIN_SECONDS = 600
 
 
 class BoundRendezvous(StaticTCPRendezvous):
@@ -35,7 +34,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-        rank, timeout = int(parameters.get("rank", 0)), int(parameters.get("timeout", JOIN_SECONDS))
+        rank, timeout = int(parameters.get("rank", 0)), int(parameters.get("timeout"))  # torchrun sets 900 by default
         super().__init__(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
 
     def get_backend(self) -> str:
