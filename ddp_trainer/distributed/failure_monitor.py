@@ -36,7 +36,7 @@ HEARTBEAT_SECONDS = 1.0
 MIN_SILENCE_SECONDS = 5 * HEARTBEAT_SECONDS
 """A shorter silence is no failure, because the thread may have to wait for the GIL or for a core."""
 STILL_SHARE = 0.8
-"""A rank that computes may stay in one phase for this share of the time limit of collectives."""
+"""A rank that computes makes no progress if it has entered no phase for this share of `timeout_seconds`."""
 COMPILATION, END = "compilation", "end"
 """The phases that may take any time: torch.compile waits for compilers, an ending run for files and loggers."""
 MAX_GROUPS = 12
@@ -141,7 +141,7 @@ class FailureMonitor:
                 if self._stacks.file.has_grown():  # by SIGQUIT
                     self._show_stacks()
             except dist.DistError:
-                continue  # the store ends together with torchrun, and the loop checks for torchrun's end
+                continue  # the store, in node 0's torchrun, has ended; the loop still checks this node's torchrun
 
     def _publish(self) -> None:
         """Publish the status, and write the error file in advance, in case this rank is killed."""

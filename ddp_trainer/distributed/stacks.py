@@ -45,9 +45,9 @@ class RankStatus:
     heartbeat: float = 0.0
     """The time of the heartbeat, in unix seconds: different for each heartbeat."""
     idle_seconds: float = 0.0
-    """How long the rank has neither entered a phase nor computed."""
+    """How many of the `still_seconds` the main thread did not compute; on a GPU all of them (see `ProgressClock`)."""
     still_seconds: float = 0.0
-    """How long the rank has not entered a phase."""
+    """How long ago the rank last entered a phase, the same one or another."""
     frames: Sequence[str] = ()
     """The frames of the rank's main thread, as ``file:line in function``, the innermost first; empty if unknown."""
     collectives: Sequence[str] = ()
