@@ -1,4 +1,4 @@
-"""A job file: one config, composed and checked once, for all ranks on all nodes and for every restart."""
+"""A job file: the config of one job, composed and checked before any rank starts, and the run directory of the job."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
 def read_job(path: Path) -> tuple[Config, Path]:
     """Return the config and the run directory of a job file.
 
-    ConfigError if `path` is not a job file or its config breaks a rule, OmegaConfBaseException if a key is unknown.
+    ConfigError if `path` cannot be read or is not a job file, or if its config has an unknown key or breaks a rule.
     """
     try:
         job: dict[str, Any] = json.loads(path.read_text())
@@ -26,7 +26,7 @@ def read_job(path: Path) -> tuple[Config, Path]:
     except ConfigError:
         raise
     except OSError as error:
-        fix = "it must be on a disk that all nodes share"
+        fix = "give the path of a job file that every node can read"
         raise ConfigError(f"job_file={path} cannot be read ({error.strerror}): {fix}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = f"write one with python -m ddp_trainer freeze {path}"

@@ -13,7 +13,7 @@ from ddp_trainer.launch.network import ANSWER_SECONDS, call_with_timeout, check_
 from ddp_trainer.launch.node_check import RDZV_ID, Message, NodeInfo, PortTakenError, encode_error, raise_error, receive
 
 CLOCK_SECONDS = 5.0
-"""Seconds by which two clocks may differ. If a clock is 15 s behind, torchrun treats its node as dead."""
+"""Seconds by which two clocks may differ. An elastic job treats a node as dead whose clock is 15 s behind another's."""
 OTHERS_SECONDS = 5.0
 """Seconds for which a node tries again if another program, or the head of another job, listens at the head's port."""
 
@@ -77,8 +77,8 @@ async def compare(node: NodeInfo, head: Message) -> str:
         node.check_settings(head.settings)
         if abs(behind) > CLOCK_SECONDS:
             raise TransientError(
-                f"its clock is {abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the head's, and torchrun "
-                "treats a node that is 15 s behind as dead: synchronize the clocks of all nodes (chrony or ntp)"
+                f"its clock is {abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the head's, and in an "
+                "elastic job torchrun treats a node that is 15 s behind as dead: synchronize all clocks (chrony or ntp)"
             )
         await check_port(head.address, head.port, "it cannot reach the head")
     except (ConfigError, TransientError) as error:
