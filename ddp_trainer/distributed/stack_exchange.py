@@ -43,14 +43,15 @@ def stacks_of(run_dir: Path) -> str:
     )
     alive = next((process for process in processes if process.is_alive()), None)
     if alive is None:
-        raise ConfigError(f"no job is running in {run_dir}")
+        raise ConfigError(f"no job of this user is running in {run_dir} on this host")
     path, deadline = run_dir / STACKS, time.monotonic() + ANSWER_SECONDS
     path.unlink(missing_ok=True)
     os.kill(alive.pid, signal.SIGQUIT)
     while not path.exists():
         require(
             time.monotonic() < deadline,
-            f"rank {alive.rank} (process {alive.pid}) has not written the stacks: try again (if stopped: kill -CONT)",
+            f"rank {alive.rank} (process {alive.pid}) has not written the stacks: try again, or, "
+            f"if the process is stopped, continue it with kill -CONT {alive.pid}",
         )
         time.sleep(0.1)
     return path.read_text()

@@ -94,7 +94,8 @@ def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path
             os.kill(job.pid, signal.SIGTERM)
             job.wait(timeout=60)
     ended = launch("doctor", str(tmp_path / "run"))
-    assert (ended.code, ended.output) == (2, f"error: no job is running in {tmp_path / 'run'}\n")
+    error = f"error: no job of this user is running in {tmp_path / 'run'} on this host\n"
+    assert (ended.code, ended.output) == (2, error)
 
 
 def handles(pid: int, number: signal.Signals, *, launcher: int) -> bool:
