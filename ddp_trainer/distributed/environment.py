@@ -1,6 +1,6 @@
 """The environment variables, cores, network interface and versions of this process. Imports no torch.
 
-No other module reads environment variables.
+Other modules may set environment variables and pass them on to processes that they start, but they read none.
 """
 
 import ctypes
@@ -118,7 +118,7 @@ def installed_versions() -> dict[str, str]:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
-            fix = "run 'make .venv/installed', or set PYTHON to a Python that has it"
+            fix = "run 'make', or use a Python that has it (launch scripts: PYTHON, slurm.sbatch: DDP_TRAINER_PYTHON)"
             raise ConfigError(f"{package} is not installed in {sys.prefix}: {fix}") from None
     for decoder in ("torchcodec", "pillow"):  # other versions may decode pixels differently
         with suppress(PackageNotFoundError):
