@@ -12,9 +12,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Set glibc's allocator to keep freed memory, so that each step reuses the activations' memory of the step before.
+    """Set glibc's allocator to keep freed blocks up to 32 MiB, so that each step reuses the memory of the step before.
 
-    By default a block of more than 128 KiB is returned to the system and mapped again, with a page fault per 4 KiB.
+    By default glibc returns a freed block to the system if it is larger than 128 KiB and than all that were freed
+    before, and also much free memory at the end of the heap. What is mapped again costs a page fault per 4 KiB.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

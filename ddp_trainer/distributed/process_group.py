@@ -145,7 +145,6 @@ def choose_device(device: Device, backend: Backend, environment: Environment) ->
     use_cuda = device is Device.cuda or (device is Device.auto and gpus > 0)
     if backend is Backend.nccl:
         require(gpus > 0, "backend=nccl needs a GPU and none is visible: use backend=gloo, or backend=auto")
-        require(use_cuda, "backend=nccl needs device=cuda: set device=cuda, or use backend=gloo with device=cpu")
     if not use_cuda:
         return torch.device("cpu"), "gloo"
     require(gpus > 0, "device=cuda needs a GPU and none is visible: use device=cpu, or device=auto")
