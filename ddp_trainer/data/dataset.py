@@ -143,6 +143,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
     try:
         image, label = dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
         if not isinstance(image, Tensor):  # a PIL image: [H, W] or [H, W, C]
+            image = image.convert("RGB") if getattr(image, "mode", None) == "P" else image  # P: numbers of a palette
             image = torch.from_numpy(np.array(image))
             image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
         label = int(label)
@@ -181,7 +182,7 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
     if isinstance(split, ImageTensors):
         yield repr(tuple(split.images.shape)).encode()
         yield split.images.contiguous().numpy().data
-        yield split.labels.numpy().data
+        yield split.labels.contiguous().numpy().data
     elif callable(own := getattr(split, "fingerprint", None)):
         yield str(own()).encode()
     else:

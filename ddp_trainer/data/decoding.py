@@ -96,7 +96,7 @@ def pillow_decode(data: Array) -> Tensor:
     with Image.open(io.BytesIO(data.data)) as opened:
         turned: Any = ImageOps.exif_transpose(opened)
         if turned.mode.startswith("I"):  # 16-bit values, of which convert would keep the low bits
-            turned = Image.fromarray((np.asarray(turned) // 257).astype(np.uint8))
+            turned = Image.fromarray((np.asarray(turned).clip(0, 65535) // 257).astype(np.uint8))
         return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1)
 
 

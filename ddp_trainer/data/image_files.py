@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
                 raise UnreadableFileError(error.strerror) from error
             raise
         if len(data) != size:
-            self.files.saved_in.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.files.saved_in.unlink()
             raise RuntimeError(f"its size changed from {size} to {len(data)} bytes after the scan: start the run again")
         return decode(data)
 

@@ -181,16 +181,16 @@ def keep_whole_images(building: Path) -> int:
     """Truncate the files after the last complete image, and return the number of complete images."""
     for name in (PIXELS, RECORDS, BAD):
         (building / name).touch()
-    records = read_records(building)
+    records, reasons = read_records(building), read_reasons(building)
     ends = sizes(records).cumsum()
     count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))
     with open(building / PIXELS, "rb") as pixels:  # in full, because a host that lost power may have lost some pages
         for index, record in enumerate(records[:count]):
             height, width, crc = record.tolist()
-            if zlib.crc32(pixels.read(height * width * 3)) != crc:
+            if zlib.crc32(pixels.read(height * width * 3)) != crc or (height == 0 and index not in reasons):
                 count = index
                 break
-    whole = [json.dumps([index, text]) + "\n" for index, text in read_reasons(building).items() if index < count]
+    whole = [json.dumps([index, text]) + "\n" for index, text in reasons.items() if index < count]
     replace_text(building / BAD, "".join(whole))
     os.truncate(building / PIXELS, int(ends[count - 1]) if count else 0)
     os.truncate(building / RECORDS, count * RECORD.itemsize)

@@ -23,7 +23,9 @@ class DroppedHandler(logging.Handler):
             error = error.__context__
         if not isinstance(error, OSError | ValueError):  # ValueError: the stream is closed, or lacks a character
             raise
-        PACKAGE.removeHandler(self)
+        PACKAGE.handlers = [
+            other for other in PACKAGE.handlers if other is not self
+        ]  # logging iterates over the old list
         PACKAGE.warning("%s cannot be written any more (%s); training continues", self.name, error)
 
 

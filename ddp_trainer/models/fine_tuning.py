@@ -109,6 +109,6 @@ def head_names(model: nn.Module, num_classes: int) -> set[str]:
     """Return the parameter names of the last layer with `num_classes` outputs; empty if there is no such layer."""
     for name, module in reversed(list(model.named_modules())):
         own = dict(module.named_parameters(recurse=False))
-        if own and all(parameter.shape[0] == num_classes for parameter in own.values()):
+        if own and all(parameter.shape[:1] == (num_classes,) for parameter in own.values()):
             return {f"{name}.{key}" if name else key for key in own}
     return set()

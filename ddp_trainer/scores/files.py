@@ -101,6 +101,8 @@ def replace_folder(folder: Path) -> Iterator[Path]:
                     folder.rename(old)
                 new.rename(folder)
             finally:
+                if old.exists() and not folder.exists():
+                    old.rename(folder)
                 for leftover in (new, old):
                     shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:

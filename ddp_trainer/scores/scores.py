@@ -71,7 +71,7 @@ class Scores:
     def calibration(self) -> list[dict[str, float | int | None]]:
         """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` equal bins of confidence."""
         confidence = self.rows[:, CONFIDENCE]
-        bins = (confidence * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
+        bins = (confidence.nan_to_num() * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
         counts, sums, correct = (
             torch.bincount(bins, weights, minlength=NUM_BINS).tolist()
             for weights in (None, confidence, self.is_correct.double())

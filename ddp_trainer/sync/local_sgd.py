@@ -30,7 +30,7 @@ class LocalSGDSync(GradientSync):
 
     def synchronize(self, optimizer: Optimizer) -> None:
         if self.world.world_size > 1 and not self.is_synchronized:
-            parameters = list(self.model.parameters())
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
             state = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
             tensors = [*(p.detach() for p in parameters), *state]
             unflatten(self.world.all_reduce(flatten(tensors)).div_(self.world.world_size), tensors)

@@ -38,7 +38,7 @@ class ParameterServerSync(GradientSync):
         return self.world.all_reduce(norm.square()).sqrt()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.store.pull({key: p.detach() for key, p in self.parameters.items()})
+        self.store.pull({key: p.detach() for key, p in self.parameters.items() if p.requires_grad})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return every parameter's state, gathered from its owner, because a resumed run may have other owners."""

@@ -84,7 +84,9 @@ class ReplicasSync(GradientSync):
 
     def before_step(self) -> None:
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            allreduce([p.grad for p in parameters if p.grad is not None])  # None for a replica without a sample
+            gradients = [p.grad for p in parameters if p.grad is not None]  # None: no sample, or not trained
+            if gradients:
+                allreduce(gradients)
 
     def begin(self) -> None:
         self.copy_parameters()

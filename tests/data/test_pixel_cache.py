@@ -76,12 +76,13 @@ def test_a_build_that_ended_early_is_continued(number: int, torn: str | None, tm
     assert min(read_again) == number
 
 
-def test_pages_that_a_loss_of_power_has_emptied_are_written_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "start"), [(PIXELS, 500), (RECORDS, 20 * RECORD.itemsize)])
+def test_pages_that_a_loss_of_power_has_emptied_are_written_again(name: str, start: int, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         open_pictures(tmp_path / "cache", lambda index: picture(index // (index < 30)), num_threads=1)
-    with open(tmp_path / "cache.building" / PIXELS, "r+b") as file:
-        file.seek(500)
-        file.write(bytes(200))
+    with open(tmp_path / "cache.building" / name, "r+b") as file:
+        file.seek(start)
+        file.write(bytes(2 * RECORD.itemsize))
     assert_whole(open_pictures(tmp_path / "cache"))
 
 

@@ -130,6 +130,13 @@ def test_an_iteration_that_is_left_early_ends_its_threads_and_reads_no_more() ->
     assert len(samples.reads) == count
 
 
+def test_a_pil_image_with_a_palette_is_read_as_rgb() -> None:
+    image = Image.new("RGB", (4, 3), (10, 200, 30)).quantize()
+    pixels, _ = read_sample([(image, 1)], 0)  # type: ignore[arg-type]
+    assert pixels.shape == (3, 3, 4)
+    assert pixels[:, 0, 0].tolist() == list(image.convert("RGB").getpixel((0, 0)))  # type: ignore[arg-type]
+
+
 PIXELS = torch.zeros(2, 5, 7, dtype=torch.uint8)
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import shutil
 import sqlite3
 import struct
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich
 import yaml
 from processes import on_ranks
 from runs import compose, records
 
 from ddp_trainer import run
 from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.loggers.console import PACKAGE, logging_to
 
 WORDS = ("model=lenet", "data=digits", "epochs=2", "precision=fp32", "log_every_steps=1", "name=run",
          "logger=[csv,wandb,mlflow,jsonl]", "logger.wandb.mode=offline", "logger.wandb.tags=[one,two]")  # fmt: skip
@@ -63,6 +66,20 @@ def test_csv_has_the_records_of_jsonl(run_dir: Path) -> None:
         filled = {tag: value for tag, value in row.items() if value and tag != "time"}
         assert filled == {tag: str(value) for tag, value in record.items() if tag != "time"}
         assert math.isclose(float(row["time"]), record["time"], abs_tol=1)
+
+
+def test_a_closed_console_takes_no_line_from_the_log_file(tmp_path: Path) -> None:
+    closed = open(os.devnull, "w")  # noqa: SIM115
+    closed.close()
+    rich.reconfigure(file=closed)
+    try:
+        with logging_to(tmp_path, rank=0):
+            for text in ("first", "second"):
+                PACKAGE.info(text)
+    finally:
+        rich.reconfigure()
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split()[3] for line in lines] == ["the", "first", "second"]
 
 
 # --- wandb ----------------------------------------------------------------------------------------

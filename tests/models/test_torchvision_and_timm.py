@@ -17,6 +17,7 @@ from torchvision import models
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.models import ModelConfig, TimmModelConfig, TorchvisionModelConfig
 from ddp_trainer.models import build_model
+from ddp_trainer.models.fine_tuning import head_names
 from ddp_trainer.models.state import load_state
 
 TORCHVISION = models.list_models(module=models)
@@ -247,3 +248,9 @@ def test_a_pickle_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     assert done.code == 2, done.output
     assert not marker.exists()
     assert json.dumps(done.output).count("error: ") == 1
+
+
+def test_a_parameter_without_dimensions_is_no_part_of_the_last_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 10), nn.Module())
+    model[1].register_parameter("scale", nn.Parameter(torch.ones(())))
+    assert head_names(model, 10) == {"0.weight", "0.bias"}

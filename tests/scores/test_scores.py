@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -78,6 +79,12 @@ def test_scores_are_those_of_their_definitions() -> None:
         ]
         error += abs(sum(share for share, _ in chosen) - sum(right for _, right in chosen)) / 490
     assert scores.calibration_error() == pytest.approx(error, rel=1e-5)
+
+
+def test_a_model_that_diverged_has_scores() -> None:
+    scores = scores_of(torch.full((3, len(NAMES)), math.nan), torch.arange(3))
+    assert [part["count"] for part in scores.calibration()] == [3, *[0] * (NUM_BINS - 1)]
+    assert math.isnan(scores.calibration_error())
 
 
 def test_classes_have_precision_recall_and_support() -> None:
@@ -179,6 +186,15 @@ def test_a_kill_while_files_are_written_leaves_the_old_ones(tmp_path: Path) -> N
     with pytest.raises(RuntimeError), replace_folder(tmp_path / "best-test"):
         raise RuntimeError
     assert (tmp_path / "best-test/metrics.json").read_bytes() == before
+
+
+def test_new_files_that_were_removed_leave_the_old_ones(tmp_path: Path) -> None:
+    with replace_folder(tmp_path / "evaluation") as new:
+        (new / "old.txt").touch()
+    with pytest.raises(ConfigError, match="evaluation cannot be written: No such file"), \
+            replace_folder(tmp_path / "evaluation") as new:  # fmt: skip
+        shutil.rmtree(new)
+    assert (tmp_path / "evaluation" / "old.txt").exists()
 
 
 def test_a_full_disk_is_one_line_and_the_old_files_stay(small_disk: Path) -> None:

@@ -39,6 +39,7 @@ STRATEGIES = [
 """The overrides that choose each strategy; all of them are held to the same law. ``ranks`` stands for W."""
 
 SHAPE, STEPS, GLOBAL_BATCH_SIZE = (1, 12, 12), 4, 13  # 13 divides by no number of ranks
+FROZEN = "0.weight"
 WORLD_OF_ONE = World(
     rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"), backend="gloo", num_threads=1
 )
@@ -49,7 +50,9 @@ Case = tuple[tuple[str, ...], str]
 
 def lenet() -> nn.Module:
     torch.manual_seed(0)
-    return build_model(LeNetConfig(), image_shape=SHAPE, num_classes=10)
+    model = build_model(LeNetConfig(), image_shape=SHAPE, num_classes=10)
+    dict(model.named_parameters())[FROZEN].requires_grad_(False)
+    return model
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
@@ -159,6 +162,7 @@ def test_a_strategy_trains_as_one_process_on_the_whole_batch(
             for replica in replicas[1:]:
                 assert replica[name].tobytes() == replicas[0][name].tobytes(), f"{name} differs between ranks, {way}"
             torch.testing.assert_close(torch.from_numpy(replicas[0][name]), torch.from_numpy(expected))
+        assert replicas[0][FROZEN].tobytes() == train_alone(optimizer_name)[FROZEN].tobytes()
     gradients = [answer[2] for answer in answers]  # no_sync kept them local: ranks saw different images
     for name, expected in gradients[0].items():
         for other in gradients[1:]:
