@@ -237,6 +237,13 @@ def test_a_set_without_a_split_for_evaluation_needs_a_fraction(tmp_path: Path) -
         build_datasets(TorchvisionDataConfig(dataset="EuroSAT", root=str(tmp_path)))
 
 
+def test_a_held_out_part_needs_no_split_for_evaluation(tmp_path: Path) -> None:
+    write_food101(tmp_path)
+    (tmp_path / "food-101/meta/test.json").unlink()
+    ours = build_datasets(config("Food101", tmp_path, validation_fraction=0.5))
+    assert (num_samples(ours.train), num_samples(ours.eval)) == (3, 3)
+
+
 def train_cifar(root: Path) -> None:
     skip_checksums(lambda name, value: pytest.MonkeyPatch().setattr(name, value))
     run(compose("data=cifar10", f"data.root={root}", "model=lenet", "global_batch_size=4", "epochs=1", "name=run",

@@ -49,8 +49,6 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
             stack.enter_context(lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder))
         train, evaluation = open_splits(kind, root, config)
     class_names, fix = names_of_classes(train), "set data.validation_fraction=0.2"
-    if config.validation_fraction > 0:
-        evaluation = train
     require(evaluation is not None, f"data.dataset={config.dataset} has no split for evaluation: {fix}")
     first = as_split(train, class_names, config)
     other = first if evaluation is train else as_split(evaluation, class_names, config)
@@ -67,20 +65,27 @@ def find_class(name: str) -> type:
 
 
 def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[Any, Any]:
-    """Return the objects of `kind` for training and evaluation; the second is None if there is no such split."""
+    """Return the objects of `kind` for training and evaluation; the second is None if there is no such split.
+
+    With data.validation_fraction, only the training split is opened, and returned twice.
+    """
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters if base is not object}
     options: dict[str, Any] = dict(config.arguments)
     if "download" in known:
         options["download"] = config.download
     if "train" in known:
-        return tuple(open_split(kind, root, config, options | {"train": train}) for train in (True, False))
-    if "split" not in known:
-        return open_split(kind, root, config, options), None
-    default = config.train_split or inspect.signature(kind).parameters["split"].default
-    train = open_split(kind, root, config, options | {"split": default})
-    for name in (config.test_split,) if config.test_split else EVALUATION_SPLITS:
+        first, others = {"train": True}, [{"train": False}]
+    elif "split" in known:
+        first = {"split": config.train_split or inspect.signature(kind).parameters["split"].default}
+        others = [{"split": name} for name in ((config.test_split,) if config.test_split else EVALUATION_SPLITS)]
+    else:
+        first, others = {}, []
+    train = open_split(kind, root, config, options | first)
+    if config.validation_fraction > 0:
+        return train, train
+    for other in others:
         try:
-            return train, open_split(kind, root, config, options | {"split": name})
+            return train, open_split(kind, root, config, options | other)
         except UnknownSplitError:
             continue
     return train, None
