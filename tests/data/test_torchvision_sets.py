@@ -237,6 +237,12 @@ def test_a_set_without_a_split_for_evaluation_needs_a_fraction(tmp_path: Path) -
         build_datasets(TorchvisionDataConfig(dataset="EuroSAT", root=str(tmp_path)))
 
 
+def test_an_unknown_test_split_is_one_error(tmp_path: Path) -> None:
+    write_food101(tmp_path)
+    with pytest.raises(ConfigError, match=r"^data\.dataset=Food101: Unknown value 'tset' for argument split\."):
+        build_datasets(config("Food101", tmp_path, test_split="tset"))
+
+
 def test_a_held_out_part_needs_no_split_for_evaluation(tmp_path: Path) -> None:
     write_food101(tmp_path)
     (tmp_path / "food-101/meta/test.json").unlink()

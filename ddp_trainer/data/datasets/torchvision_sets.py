@@ -87,7 +87,8 @@ def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[
         try:
             return train, open_split(kind, root, config, options | other)
         except UnknownSplitError:
-            continue
+            if config.test_split:
+                raise
     return train, None
 
 
