@@ -137,6 +137,7 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
 
     Raises:
         BadSampleError: the data set raised BadImageError. RuntimeError: the data set raised another error.
+        MemoryError: the memory of the host is used up.
         ValueError: the image is not uint8 or does not have three dimensions.
     """
     dataset, index = in_whole(dataset, index)
@@ -149,6 +150,8 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
         label = int(label)
     except BadImageError as error:
         raise BadSampleError(f"{sample_name(dataset, index)} cannot be read: {error}") from error
+    except MemoryError:
+        raise
     except Exception as error:  # a data set's code may raise anything
         raise RuntimeError(f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}") from error
     if image.dtype != torch.uint8 or image.ndim != 3:

@@ -162,6 +162,11 @@ def test_a_sample_that_does_not_fit_is_named(sample: Any, message: str) -> None:
     assert reader_threads() == []
 
 
+def test_a_lack_of_memory_is_not_the_fault_of_a_sample() -> None:
+    with pytest.raises(MemoryError):
+        list(reader(Changed(MemoryError())).read(torch.arange(20).split(5)))
+
+
 def test_a_held_out_sample_is_named_as_in_the_whole_data_set() -> None:
     samples = Changed(OSError("truncated"))
     held_out = hold_out(Datasets(train=samples, eval=samples, class_names=["a"] * NUM_CLASSES), 0.5)
