@@ -19,6 +19,8 @@ SECTIONS = ("ema", "model", "state_dict", "model_state_dict")
 """Keys under which files have their weights: of this project and torchvision, of timm and Lightning, and others."""
 PREFIXES = ("module.", "model.", "_orig_mod.")
 """Prefixes that DDP, Lightning and torch.compile add to the names of tensors."""
+AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
+"""Prefixes of the tensors of auxiliary classifiers (inception_v3, googlenet), which the models here do not have."""
 
 
 def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
@@ -29,6 +31,7 @@ def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
     """
     own, head = model.state_dict(), head_names(model, num_classes)
     state = without_prefixes(read_weights(Path(file).expanduser()), own)
+    state = {name: tensor for name, tensor in state.items() if name in own or not name.startswith(AUXILIARY)}
     wrong = [name for name in own if name in state and state[name].shape != own[name].shape]
     if set(wrong) & head:
         state = {name: tensor for name, tensor in state.items() if name not in head}

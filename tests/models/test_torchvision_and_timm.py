@@ -17,7 +17,7 @@ from torchvision import models
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.models import ModelConfig, TimmModelConfig, TorchvisionModelConfig
 from ddp_trainer.models import build_model
-from ddp_trainer.models.fine_tuning import head_names
+from ddp_trainer.models.fine_tuning import head_names, load_weights
 from ddp_trainer.models.state import load_state
 
 TORCHVISION = models.list_models(module=models)
@@ -197,6 +197,17 @@ def test_a_run_begins_with_the_weights_of_a_file(kind: str, num_classes: int, tr
         f"randomly initialized: {'none' if num_classes == 10 else ', '.join(name for name in before if name in head)}"
         in log
     )
+
+
+@pytest.mark.parametrize("arch", ["googlenet", "inception_v3"])
+def test_the_auxiliary_classifiers_of_a_file_are_left_out(arch: str, tmp_path: Path) -> None:
+    theirs = models.get_model(arch, num_classes=9, aux_logits=True, init_weights=False).state_dict()
+    torch.save(theirs, tmp_path / "weights.pth")
+    model = build("torchvision", arch, side=96)
+    load_weights(model, str(tmp_path / "weights.pth"), num_classes=7)
+    ours = model.state_dict()
+    assert len(ours) < len(theirs)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items() if not name.startswith("fc."))
 
 
 def test_frozen_parameters_and_their_statistics_stay(tmp_path: Path) -> None:
