@@ -23,9 +23,8 @@ class DroppedHandler(logging.Handler):
             error = error.__context__
         if not isinstance(error, OSError | ValueError):  # ValueError: the stream is closed, or lacks a character
             raise
-        PACKAGE.handlers = [
-            other for other in PACKAGE.handlers if other is not self
-        ]  # logging iterates over the old list
+        # A new list, because logging iterates over the old one, and removing an item would skip the next handler.
+        PACKAGE.handlers = [other for other in PACKAGE.handlers if other is not self]
         PACKAGE.warning("%s cannot be written any more (%s); training continues", self.name, error)
 
 

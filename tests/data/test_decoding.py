@@ -37,6 +37,7 @@ RGB = Image.fromarray(gradient())
 SIXTEEN = Image.fromarray(np.asarray(RGB.convert("L")).astype(np.uint16) * 257)
 BRIGHT = np.asarray(RGB.convert("L")).astype(np.int32) * 257
 THIRTY_TWO = Image.fromarray(np.where(BRIGHT > 40_000, 1_000_000, BRIGHT))  # more than 16 bits
+IN_EIGHT = Image.fromarray((np.asarray(THIRTY_TWO).clip(0, 65535) // 257).astype(np.uint8))
 PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
     "x.png": (RGB, {}, RGB),
     "progressive.jpg": (RGB, {"progressive": True, "quality": 98}, RGB),
@@ -50,7 +51,7 @@ PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
     "cmyk.jpg": (RGB.convert("CMYK"), {"quality": 98}, RGB),
     "sixteen.png": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
     "sixteen.tiff": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
-    "thirty_two.tiff": (THIRTY_TWO, {}, Image.fromarray((np.asarray(THIRTY_TWO).clip(0, 65535) // 257).astype(np.uint8)).convert("RGB")),
+    "thirty_two.tiff": (THIRTY_TWO, {}, IN_EIGHT.convert("RGB")),
     "x.webp": (RGB, {"lossless": True}, RGB),
     "x.avif": (RGB, {"quality": 95}, RGB),
     "x.bmp": (RGB, {}, RGB),
