@@ -140,7 +140,7 @@ def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_checksums(setattr: Callable[[str, Any], None]) -> None:
-    for module in ("cifar", "stl10"):
+    for module in ("cifar", "stl10", "fer2013"):
         setattr(f"torchvision.datasets.{module}.check_integrity", lambda path, md5=None: Path(path).is_file())
 
 
@@ -235,6 +235,14 @@ def test_a_set_without_a_split_for_evaluation_needs_a_fraction(tmp_path: Path) -
         ConfigError, match=r"^data\.dataset=EuroSAT has no split for evaluation: set data\.validation_f"
     ):
         build_datasets(TorchvisionDataConfig(dataset="EuroSAT", root=str(tmp_path)))
+
+
+def test_a_set_whose_images_are_neither_in_memory_nor_in_files_is_one_error(tmp_path: Path) -> None:
+    rows = [f"{n},{'7 ' * 48 * 48},{usage}" for n, usage in enumerate(("Training", "PublicTest"))]
+    (tmp_path / "fer2013").mkdir()
+    (tmp_path / "fer2013/fer2013.csv").write_text("\n".join(("emotion,pixels,Usage", *rows)))
+    with pytest.raises(ConfigError, match=r"^data\.dataset=FER2013 has its images neither in memory nor in files: "):
+        build_datasets(TorchvisionDataConfig(dataset="FER2013", root=str(tmp_path)))
 
 
 def test_an_unknown_test_split_is_one_error(tmp_path: Path) -> None:

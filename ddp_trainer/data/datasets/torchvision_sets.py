@@ -157,7 +157,8 @@ def as_images(data: Any, *, count: int) -> Tensor | None:
 def files_of(dataset: Any) -> tuple[Sequence[Path], list[int]]:
     """Return the paths and the labels of all images; ConfigError if the images are not files."""
     for name in FILE_LISTS:
-        if samples := getattr(dataset, name, None):
+        samples = getattr(dataset, name, None)
+        if samples and isinstance(samples[0][0], str | Path):  # FER2013 has pixels in place of paths
             return [Path(path) for path, _ in samples], labels_of(dataset)
     for name in PATHS:
         if paths := getattr(dataset, name, None):
