@@ -64,8 +64,7 @@ def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
 
 
 def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Return the model that `build` returns, after a test with a black image; ConfigError if the test fails."""
-    _, height, width = image_shape
+    """Return the model that `build` returns, after a test with a black image; ConfigError if one of the two fails."""
     try:
         model = build()
         with torch.no_grad():
@@ -73,8 +72,8 @@ def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[i
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.arch={arch} does not take images of {height}×{width} pixels ({reason}): choose another size "
-            "of images, or another model.arch"
+            f"model.arch={arch} does not take images of the shape {tuple(image_shape)} ({reason}): change the size of "
+            "the images (data.image_size for image files), or model.arch"
         ) from error
     return model.train()
 

@@ -123,8 +123,8 @@ def test_images_may_have_other_sizes_and_channels(library: str, arch: str, side:
 @pytest.mark.parametrize(("library", "arch", "side", "expected"), [
     ("torchvision", "resnet19", 64, "model.arch=resnet19 is not a model of torchvision: did you mean "),
     ("timm", "resnet10x", 64, "model.arch=resnet10x is not a model of timm: did you mean "),
-    ("torchvision", "alexnet", 32, "model.arch=alexnet does not take images of 32×32 pixels ("),
-    ("torchvision", "vit_b_16", 50, "model.arch=vit_b_16 does not take images of 50×50 pixels ("),
+    ("torchvision", "alexnet", 32, "model.arch=alexnet does not take images of the shape (3, 32, 32) ("),
+    ("torchvision", "vit_b_16", 50, "model.arch=vit_b_16 does not take images of the shape (3, 50, 50) ("),
 ])  # fmt: skip
 def test_what_cannot_be_built_is_one_error(library: str, arch: str, side: int, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
