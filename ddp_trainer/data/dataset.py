@@ -22,7 +22,10 @@ from ddp_trainer.distributed.seeding import generator
 
 @dataclass(slots=True)
 class ImageTensors:
-    """A split that is kept in memory, on the device. images: uint8 [N, C, H, W] in 0 … 255, labels: int64 [N]."""
+    """A split that is kept in memory: images, uint8 [N, C, H, W] in 0 … 255, and labels, int64 [N].
+
+    A run copies both to its device (`ResidentReader`).
+    """
 
     images: Tensor
     labels: Tensor
@@ -63,7 +66,13 @@ class Datasets:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Check the samples in memory, and the first sample of a streamed split; ValueError if one is not valid."""
+        """Check that no split is empty, that tensors in memory are valid, and that the images have one shape.
+
+        The shape of a map-style data set is that of its first image, which is read; of image files, none is read.
+
+        Raises:
+            ValueError: a check fails. RuntimeError: the first image cannot be read.
+        """
         for name, split in (("train", self.train), ("eval", self.eval)):
             if not isinstance(split, Sized):
                 raise ValueError(f"{name} has no length: it must be ImageTensors or a map-style data set")
@@ -127,7 +136,7 @@ def shape_of(split: Split) -> Shape:
 
 
 class BadSampleError(RuntimeError):
-    """An image can never be decoded; ``__cause__`` is the BadImageError with the reason."""
+    """The data set raised BadImageError for a sample (a bad image); ``__cause__`` is that error, with the reason."""
 
 
 def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:

@@ -103,8 +103,8 @@ def pillow_decode(data: Array) -> Tensor:
 def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:
     """Return a random crop, as (top, left, height, width) in pixels; four random numbers `draws` in [0, 1) choose it.
 
-    Its area is a fraction from `min_area` to 1 of the image's area, and its ratio of width to height is 3:4 to 4:3; a
-    side that would be longer than the image's is shortened.
+    Its area is drawn from `min_area` to 1 times the area of the image, and its ratio of width to height from 3:4 to
+    4:3. Then a side that is longer than that of the image is shortened, so area and ratio may be outside these ranges.
 
     Source: Szegedy et al., Going Deeper with Convolutions, 2014 (arXiv 1409.4842), section on training.
     """
@@ -125,7 +125,7 @@ def center_box(height: int, width: int) -> Box:
 def crop(image: Tensor, draws: Sequence[float] | None, *, min_area: float, side: int) -> Tensor:
     """Return a crop of an image, scaled to `side` × `side` pixels: uint8 [C, H, W] -> [C, side, side].
 
-    draws: four random numbers in [0, 1); None: center crop. min_area: smallest area of a random crop (1: the image).
+    draws: four random numbers in [0, 1) for `random_box`; None: `center_box`. min_area: see `random_box`.
     """
     height, width = image.shape[1:]
     box = center_box(height, width) if draws is None else random_box(height, width, draws, min_area)

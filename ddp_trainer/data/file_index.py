@@ -41,7 +41,7 @@ class FileIndex:
     saved_in: Path
     """The file for this index, even if it could not be saved."""
     class_names: list[str]
-    """The names of the class folders, sorted; a class folder may have no image."""
+    """The name of each class, by its number: the sorted class folders in `scan`. A class may have no image."""
     counts: Array
     """int64 [classes]: number of images of each class."""
     names: bytes

@@ -31,7 +31,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def __init__(self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float) -> None:
         """class_names: name of each label. min_crop_area: smallest area of a random crop, as a share of the image."""
         self.files, self.image_size, self.min_crop_area = files, image_size, min_crop_area
-        same = files.class_names == class_names  # names need not be unique: ImageNet has two "crane"
+        same = files.class_names == class_names  # then labels are right even if two classes have one name
         labels = torch.tensor([n if same else class_names.index(name) for n, name in enumerate(files.class_names)])
         self.labels = labels.repeat_interleave(torch.from_numpy(files.counts))
         """int64 [N]: the class of each image."""
@@ -83,7 +83,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return f"{self.files.digest()} {self.image_size}"
 
     def open_cache(self, cache_dir: Path) -> None:
-        """Read images from a cache in `cache_dir` from now on; build it if there is none; ConfigError if that fails."""
+        """Open the cache of these images in `cache_dir`, or build it if there is none; `read` then uses it.
+
+        Raises ConfigError or TransientError if the cache, or an image file from which it is built, cannot be used.
+        """
         side = round(self.image_size / CENTER)
         name = f"{self.files.digest(with_times=True)[:16]}-{side}-{decoder_name()}.cache"
         self.cache = open_cache(

@@ -144,7 +144,7 @@ class Loaders:
     fingerprint: str
     """A digest of the samples of both splits."""
     bad_samples: list[tuple[str, str]]
-    """Name and reason of each sample that this rank could not read; readers append to it."""
+    """Name and reason of each bad image of this rank; readers append to it, and `BadSamples.gather` empties it."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:

@@ -24,10 +24,12 @@ AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 
 
 def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
-    """Load the weights in `file` into `model`; its last layer stays as it is if the number of classes differs.
+    """Load the weights in `file` into `model`, without those of auxiliary classifiers that the model does not have.
+
+    The last layer of `model` stays as it is if its shape in the file differs or the file lacks it.
 
     Raises:
-        ConfigError: the file cannot be read, or has weights of another model.
+        ConfigError: the file cannot be read, or other names or shapes of its tensors differ from those of the model.
     """
     own, head = model.state_dict(), head_names(model, num_classes)
     state = without_prefixes(read_weights(Path(file).expanduser()), own)

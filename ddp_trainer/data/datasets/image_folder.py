@@ -34,9 +34,10 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
 
 
 def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
-    """Return the images to evaluate in data.root: in its folder test or val if it has one, else in its class folders.
+    """Return the images of data.root to evaluate, from the first of these that exists: test, valid, validation, val.
 
-    Raises ConfigError if there is no image, or a class is not in `class_names`.
+    If none exists, they are the images of the class folders in data.root. Raises ConfigError if data.root is no folder,
+    there is no image, or a class is not in `class_names`.
     """
     root = Path(config.root or "").expanduser()
     require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
