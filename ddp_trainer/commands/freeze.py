@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options
-from ddp_trainer.config.composition import from_builtins, parse_settings, to_builtins
+from ddp_trainer.config.composition import from_builtins, parse_setting, to_builtins
 from ddp_trainer.config.errors import POSITIVE, path_error, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.launch.job_file import read_job, write_job
@@ -67,5 +67,5 @@ def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
         key, fix = word.partition("=")[0], "set the keys in it, or leave base= out and write a new job file"
         is_section = key.split(".")[0] in registry.GROUPS and "." not in key.removeprefix("logger.")
         require(not is_section, f"{word} would replace a whole section: {fix}")
-    tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), parse_settings(changes)))
+    tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), *map(parse_setting, changes)))
     return from_builtins(tree), run_dir

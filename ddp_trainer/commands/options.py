@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf, StringNode
 
-from ddp_trainer.config.composition import parse_settings
+from ddp_trainer.config.composition import parse_setting
 from ddp_trainer.config.errors import check_values
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ def parse_options(
         node = tree._get_node(key)
         is_null = text == "null" and node._is_optional()
         is_text = isinstance(node, StringNode) and not is_null  # text, for example a path, is not parsed as YAML
-        tree[key] = text if is_text else parse_settings([f"{key}={text}"])[key]
+        tree[key] = text if is_text else parse_setting(f"{key}={text}")[key]
     options = OmegaConf.to_object(tree)
     check_values(options)
     return cast(T, options), [word for word in words if word not in own]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
@@ -48,15 +47,12 @@ def to_config(composed: DictConfig) -> Config:
     return from_builtins(cast(dict[str, Any], tree))
 
 
-def parse_settings(words: Iterable[str]) -> DictConfig:
-    """Return the ``key=value`` of `words` as a config, values parsed as YAML; ConfigError if a value is not YAML."""
-    settings = OmegaConf.create()
-    for word in words:
-        try:
-            settings.merge_with_dotlist([word])
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{word} cannot be read: the value must be YAML, so quote special characters") from error
-    return settings
+def parse_setting(word: str) -> DictConfig:
+    """Return `word`, ``key=value``, as a config, its value parsed as YAML; ConfigError if the value is not YAML."""
+    try:
+        return OmegaConf.from_dotlist([word])
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{word} cannot be read: the value must be YAML, so quote special characters") from error
 
 
 def job_dir(output_dir: str, name: str) -> Path:

@@ -182,14 +182,8 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     return f"{text} must be {rule or in_words(hint)}"
 
 
-WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    type(None): "null",
-    dict: "a section",
-}
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null",
+         dict: "a section"}  # fmt: skip
 
 
 def in_words(hint: Any) -> str:

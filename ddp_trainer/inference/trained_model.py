@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
-from ddp_trainer.config.composition import free_keys, from_builtins, parse_settings
+from ddp_trainer.config.composition import free_keys, from_builtins, parse_setting
 from ddp_trainer.config.errors import ConfigError, flatten_keys, require, require_run_dir, suggestion
 from ddp_trainer.config.schema import Config
 from ddp_trainer.inference.preprocessing import Preprocessing
@@ -96,7 +96,7 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
             f"{word} would change what was trained: leave it out; keys such as data.root and device can be set",
         )
         is_text = key in TEXTS and text != "null"
-        value = text if is_text else OmegaConf.select(parse_settings([word]), key, throw_on_missing=True)
+        value = text if is_text else OmegaConf.select(parse_setting(word), key, throw_on_missing=True)
         OmegaConf.update(tree, key, value)
     result: Any = OmegaConf.to_container(tree)
     return result

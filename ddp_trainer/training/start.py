@@ -50,8 +50,7 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
 
     Collective: every rank must call this.
 
-    Raises:
-        ConfigError: on all ranks, if the config, a version or the data of any rank is wrong, or differs from rank 0's.
+    Raises ConfigError on all ranks if config, versions or data of any rank are wrong, or differ from those of rank 0.
     """
     config.check_world_size(environment.world_size)
     batch = config.global_batch_size
