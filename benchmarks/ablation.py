@@ -66,7 +66,12 @@ CHOICES = (
         patch=(
             "import ddp_trainer.performance.step_timer as t\n"
             "t.StepTimer.enter = lambda self, phase: None\n"
-            "t.StepTimer._gradients_ready = lambda self, parameter: None"
+            "t.StepTimer._gradients_ready = lambda self, parameter: None\n"
+            "close = t.StepTimer.close_window\n"
+            "def close_window(self, images):\n"
+            "    self.begins.append(('between steps', self._now()))\n"
+            "    return close(self, images)\n"
+            "t.StepTimer.close_window = close_window"
         ),
     ),
     Choice(name="compile=true", overrides=("compile=true",)),

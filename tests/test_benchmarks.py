@@ -1,26 +1,29 @@
-"""The comparison with peers reads what runs write."""
+"""The benchmarks read what runs write."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
 
 DATA = Path("/usr/share/datasets/fashion-mnist")
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "compare.py"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+JOB = {"model": "lenet", "ranks": 1, "global_batch_size": 64, "steps": 6, "window": 2, "precision": "fp32",
+       "device": "cpu", "data": DATA}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 @pytest.mark.parametrize("name", ["ddp_trainer", "plain DDP"])
 def test_a_trainer_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    specification = importlib.util.spec_from_file_location("compare", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    compare = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, "compare", compare)
-    specification.loader.exec_module(compare)
-    job = compare.Job(model="lenet", ranks=1, global_batch_size=64, steps=6, window=2, precision="fp32", device="cpu",
-                      data=DATA)  # fmt: skip
-    measured = compare.run_trainer(job, name, workers=0)
+    monkeypatch.syspath_prepend(FOLDER)
+    compare = importlib.import_module("compare")
+    measured = compare.run_trainer(compare.Job(**JOB), name, workers=0)
     assert measured["images_per_second"] > 0
     assert measured["first_step_seconds"] > 0
+
+
+def test_a_step_without_its_timer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    ablation, compare = importlib.import_module("ablation"), importlib.import_module("compare")
+    choice = next(choice for choice in ablation.CHOICES if choice.name == "no step timer")
+    assert ablation.rate(compare.Job(**JOB), choice) > 0
