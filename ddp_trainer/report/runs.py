@@ -85,7 +85,12 @@ class Run:
         return {name: value for name, value in shown.items() if value}
 
     def scores(self) -> dict[str, str]:
-        """Return last and best top-1 of the run, by name, as text in percent; unknown ones are left out."""
+        """Return last and best top-1 of the run, by name, as text in percent; {} if no sample was evaluated.
+
+        Unknown values are left out.
+        """
+        if self.summary.get("eval/count", self.last_value("eval/count")) == 0:
+            return {}
         split = text(self.summary.get("eval/split"), length=40) or "evaluation"
         values = {f"{split} top-1": self.summary.get("eval/top1", self.last_value("eval/top1")),
                   "best top-1": self.summary.get("best_top1")}  # fmt: skip

@@ -248,6 +248,14 @@ def test_launches_of_older_versions_are_read_from_the_log(run_dir: Path) -> None
     assert metrics.steps_per_epoch == 50
 
 
+def test_a_run_without_evaluated_samples_has_no_scores(run_dir: Path) -> None:
+    assert Run(run_dir).scores() == {"test top-1": "89.17 %", "best top-1": "90.01 %"}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    none = {"eval/count": 0, "eval/top1": 0.0, "best_top1": 0.0}
+    (run_dir / "summary.json").write_text(json.dumps(summary | none))
+    assert Run(run_dir).scores() == {}
+
+
 def test_a_loss_that_is_not_finite_is_named(run_dir: Path) -> None:
     append(run_dir, {"step": 1020, "eval/loss": "nan"})
     assert Run(run_dir).status == "finished"
