@@ -1,10 +1,11 @@
-"""Read metrics.jsonl and train.log: tables of numbers, launches, and the first value that was not finite."""
+"""Read metrics.jsonl, train.log and failure.log: tables of numbers, launches, the first value that was not finite."""
 
 import math
 import re
 from array import array
 from bisect import bisect_right
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +57,7 @@ class NonFinite:
 
 @dataclass(slots=True)
 class Metrics:
-    """The content of metrics.jsonl and train.log."""
+    """The content of metrics.jsonl, train.log and failure.log."""
 
     tables: list[Table] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
@@ -146,7 +147,7 @@ def is_nonfinite(value: object) -> bool:
 
 
 def read_metrics(files: RunFiles) -> Metrics:
-    """Return the content of metrics.jsonl and train.log. Damaged lines are left out and counted in `files.problems`."""
+    """Return the content of the three files. Damaged lines are left out and counted in `files.problems`."""
     records, num_damaged = Records(), 0
     for record in files.read_records("metrics.jsonl", limit=MAX_METRICS):
         if record is None:
@@ -159,29 +160,39 @@ def read_metrics(files: RunFiles) -> Metrics:
         files.problems.append(f"metrics.jsonl has more than {MAX_TAGS} tags; the others were left out.")
     log = read_log(files)
     tables = records.tables()
+    launch_time = records.launches[-1].time if records.launches else UNKNOWN_TIME
     return Metrics(
         tables=tables,
         launches=(records.launches or with_times(log.launches, tables))[-MAX_LAUNCHES:],
-        nonfinite=records.nonfinite or log.nonfinite,
+        nonfinite=records.nonfinite or read_failure(files, launch_time=launch_time),
         steps_per_epoch=log.steps_per_epoch or records.steps_per_epoch or None,
         slowest=records.slowest,
     )
 
 
 def read_log(files: RunFiles) -> Metrics:
-    """Return launches, steps per epoch and non-finite step from train.log; not its times, which lack a time zone."""
+    """Return launches and steps per epoch from train.log; not its times, which lack a time zone."""
     found = Metrics()
     for line in files.read_lines("train.log", limit=MAX_LOG):
         if match := LAUNCH.search(line):
             found.launches.append(Launch(0, int(match[1])))
-            found.nonfinite = None  # this launch continues from a step before it
         elif (match := RESUMED.search(line)) and found.launches:
             found.launches[-1] = Launch(int(match[1]), found.launches[-1].world_size)
-        elif match := NOT_FINITE.search(line):
-            found.nonfinite = NonFinite(int(match[1]), match[0])
         elif match := STEPS_PER_EPOCH.search(line):
             found.steps_per_epoch = int(match[1]) or None
     return found
+
+
+def read_failure(files: RunFiles, *, launch_time: float) -> NonFinite | None:
+    """Return the step that was not finite, from failure.log; None if it names none, or is older than the last launch.
+
+    launch_time: when the last launch began, in Unix seconds; nan: unknown.
+    """
+    with suppress(OSError):
+        if (files.folder / "failure.log").stat().st_mtime < launch_time:
+            return None
+    matches = filter(None, map(NOT_FINITE.search, files.read_lines("failure.log", limit=MB)))
+    return next((NonFinite(int(match[1]), match[0]) for match in matches), None)
 
 
 def with_times(launches: list[Launch], tables: list[Table]) -> list[Launch]:

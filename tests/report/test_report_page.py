@@ -269,16 +269,16 @@ def test_a_loss_that_is_not_finite_is_named(run_dir: Path) -> None:
     assert (run.status, run.warnings) == ("finished", ["A value was not finite at step 1,040: train/loss is -inf."])
 
 
-def test_a_divergence_of_the_last_launch_is_read_from_the_log(run_dir: Path) -> None:
+def test_a_divergence_of_the_last_launch_is_read_from_failure_log(run_dir: Path) -> None:
     (run_dir / "summary.json").unlink()
-    (run_dir / "train.log").write_text(
-        "x DivergedError: the loss or gradient of step 12 is not finite (lr 0.1): lower optimizer.lr, set …\n"
+    (run_dir / "failure.log").write_text(
+        "Traceback …\nx.DivergedError: the loss or gradient of step 12 is not finite (lr 0.1): lower optimizer.lr, …\n"
     )
+    os.utime(run_dir / "failure.log", (START + 60, START + 60))
     assert Run(run_dir).warnings == [
         "The training diverged at step 12: the loss or gradient of step 12 is not finite (lr 0.1)."
     ]
-    with open(run_dir / "train.log", "a") as file:
-        file.write("2026-11-23 04:31:48,915 INFO 2 × cpu (gloo), fp32, num_threads=1\n")
+    append(run_dir, {"time": START + 600, "step": 10, "launch/world_size": 2})
     assert Run(run_dir).status == "not finished"
 
 
