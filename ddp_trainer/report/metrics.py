@@ -16,7 +16,7 @@ MAX_TAGS = 200
 """Maximum number of tags of a run in the report, because a damaged file may have millions."""
 MAX_LAUNCHES = 300
 UNKNOWN_TIME, YEAR_3000 = math.nan, 3.25e10
-LAUNCH = re.compile(r"INFO (\d{1,6}) × \w+ \(\w+\), ")
+LAUNCH = re.compile(r"INFO (\d{1,6}) × .{1,200} \(\w+\), ")
 RESUMED = re.compile(r"INFO resumed from .*, step (\d{1,15})\)")
 STEPS_PER_EPOCH = re.compile(r", (\d{1,15}) steps an epoch")
 NOT_FINITE = re.compile(r"the loss or gradient of step (\d{1,15}) is not finite[^:]*")

@@ -236,7 +236,7 @@ def test_launches_of_older_versions_are_read_from_the_log(run_dir: Path) -> None
     (run_dir / "train.log").write_text(
         "2026-11-23 04:31:48,915 INFO 4 × cpu (gloo), fp32, num_threads=1\n"
         "2026-11-23 04:31:48,915 INFO global batch 256 = 4 ranks × 64, 50 steps an epoch, 3 epochs, lr 0.05\n"
-        "2026-11-23 04:40:48,915 INFO 2 × cuda (nccl), bf16, num_threads=1\n"
+        "2026-11-23 04:40:48,915 INFO 2 × NVIDIA H100 80GB HBM3 (nccl), bf16, num_threads=1\n"
         "2026-11-23 04:40:48,915 INFO resumed from outputs/x/checkpoints/step-00000300.pt (epoch 3, step 300)\n"
         "2026-11-23 04:40:48,915 INFO test acc 0.1042 · 0.1 s/epoch · 12,927 img/s on 1 × cpu (gloo)\n"
     )
