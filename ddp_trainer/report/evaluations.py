@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_trainer.config.errors import USER_ERRORS, TransientError
 from ddp_trainer.report.curves import rounded
 from ddp_trainer.report.files import MB, RunFiles, number, text, whole
 
@@ -196,9 +195,10 @@ def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    except FileNotFoundError:
+        return {}
     except OSError as error:
-        if error.errno not in USER_ERRORS:
-            raise TransientError(f"{folder} cannot be read: {error.strerror or error}") from error
+        files.unreadable("evaluation", error)
         return {}
     if len(names) > MAX_EVALUATIONS:
         files.problems.append(f"evaluation/ has more than {MAX_EVALUATIONS} folders; the others were left out.")

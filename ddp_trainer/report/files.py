@@ -5,6 +5,7 @@ import json
 import math
 import os
 import reprlib
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,11 +47,13 @@ class RunFiles:
             TransientError: the file system does not answer.
         """
         path = self.folder / name
-        if not os.path.isfile(path):
-            return None
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                return None
             with open(path, "rb") as file:
                 data = file.read(limit + 1)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             return self.unreadable(name, error)
         if len(data) > limit:
@@ -61,9 +64,9 @@ class RunFiles:
     def read_lines(self, name: str, *, limit: int) -> Iterator[str]:
         """Yield the lines of a text file, `limit` bytes at most in total; no lines if the file is missing."""
         path, size = self.folder / name, 0
-        if not os.path.isfile(path):
-            return
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                return
             with open(path, "rb") as file:
                 while line := file.readline(MAX_LINE):
                     size += len(line)
@@ -71,6 +74,8 @@ class RunFiles:
                         self.problems.append(f"{name} is larger than {limit // MB} MiB: the rest was left out.")
                         return
                     yield line.decode(errors="replace")
+        except FileNotFoundError:
+            return
         except OSError as error:
             self.unreadable(name, error)
 

@@ -452,6 +452,17 @@ def test_a_file_system_that_does_not_answer_is_an_error_and_a_forbidden_file_a_n
         report_on(run_dir)
 
 
+def test_evaluations_that_cannot_be_opened_are_named_on_the_page(run_dir: Path) -> None:
+    folder = write_evaluation(run_dir)
+    (folder / "metrics.json").unlink()
+    (folder / "metrics.json").symlink_to("metrics.json")  # root may read a file without permissions, but not this one
+    page = report_on(run_dir)
+    assert "evaluation/best-test/metrics.json cannot be read: Too many levels of symbolic links." in page
+    shutil.rmtree(run_dir / "evaluation")
+    (run_dir / "evaluation").touch()
+    assert "<li>evaluation cannot be read: Not a directory.</li>" in report_on(run_dir)
+
+
 def test_yaml_that_would_fill_the_memory_is_cut(run_dir: Path) -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{name}: &{name} [{', '.join(f'*{before}' for _ in range(9))}]\n"
