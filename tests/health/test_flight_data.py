@@ -41,7 +41,7 @@ def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -
     [line] = re.findall(
         r"^the memory of rank 1 on \S+ has grown in each of the last 5 epochs, from .*$", done.output, re.M
     )
-    before, after = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: to| MB)", line)[-2:])
+    before, after = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: to| MiB)", line)[-2:])
     assert after - before >= 64
     assert not (tmp_path / "run/flight").exists()
 
