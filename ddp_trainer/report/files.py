@@ -73,7 +73,7 @@ class RunFiles:
                     if size > limit:
                         self.problems.append(f"{name} is larger than {limit // MB} MiB: the rest was left out.")
                         return
-                    yield line.decode(errors="replace")
+                    yield line.decode(errors="surrogateescape")
         except FileNotFoundError:
             return
         except OSError as error:

@@ -41,7 +41,8 @@ def write_evaluation(
     with replace_folder(folder) as new:
         text = json.dumps(finite(about | scores.values()), indent=1)
         (new / "metrics.json").write_text(text + "\n", encoding="utf-8")
-        with open(new / "confusion_matrix.csv", "w", encoding="utf-8", newline="") as file:
+        path = new / "confusion_matrix.csv"
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:  # a class is any folder
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["", *scores.class_names])
             true_classes = zip(scores.class_names, scores.confusion.tolist(), strict=True)

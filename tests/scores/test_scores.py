@@ -21,6 +21,8 @@ from runs import compose, in_process_group
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.report.evaluations import Evaluation
+from ddp_trainer.report.files import RunFiles
 from ddp_trainer.scores.files import replace_folder, write_evaluation
 from ddp_trainer.scores.pictures import captioned_png, confusion_png, thumbnail_png
 from ddp_trainer.scores.results import ID, SampleResults
@@ -129,8 +131,8 @@ def test_rows_are_the_same_at_any_number_of_ranks(count: int) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def write(folder: Path, *, seed: int = 0, count: int = 500) -> Scores:
-    scores = scores_of(*answers(count, seed=seed))
+def write(folder: Path, *, seed: int = 0, count: int = 500, names: list[str] = NAMES) -> Scores:
+    scores = Scores(rows_of(*answers(count, seed=seed)).rows(), names)
     write_evaluation(
         folder, scores, {"split": "test"}, paths=lambda number: f"p/{number}.png",
         read=lambda ids: torch.full((len(ids), 1, 8, 8), 7, dtype=torch.uint8),
@@ -156,6 +158,14 @@ def test_the_files_have_the_scores(tmp_path: Path) -> None:
         assert mistake["path"] == f"p/{int(row[0])}.png"
         assert [mistake["label"], mistake["prediction"]] == [NAMES[int(row[1])], NAMES[int(row[2])]]
         assert read_png((folder / mistake["picture"]).read_bytes()).shape == (8, 8, 3)
+
+
+def test_a_class_name_that_is_not_utf_8_is_the_same_in_all_files(tmp_path: Path) -> None:
+    names = [os.fsdecode(b"caf\xe9"), *NAMES[1:]]
+    write(tmp_path / "best-test", names=names)
+    evaluation = Evaluation(RunFiles(tmp_path / "best-test"))
+    assert evaluation.matrix.names == list(evaluation.per_class) == names
+    assert {mistake.label for mistake in evaluation.mistakes} == set(range(len(names) - 1))
 
 
 def test_a_second_evaluation_replaces_all_files_of_the_first(tmp_path: Path) -> None:
