@@ -73,9 +73,8 @@ def try_link(source: Path, path: Path) -> None:
 def read_state(path: Path) -> State:
     """Return the state in the checkpoint file `path`, without holding it in memory twice.
 
-    Raises:
-        DamagedCheckpointError: the file cannot be read, its checksum is wrong, or an object is no builtin or tensor
-            (such an object could run code).
+    Raises DamagedCheckpointError if the file cannot be read, its checksum is wrong, or an object, which could run
+    code, is neither a builtin nor a tensor.
     """
     try:
         with path.open("rb") as file:

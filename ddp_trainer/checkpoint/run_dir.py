@@ -22,9 +22,8 @@ LOCK_SECONDS = 3.0
 def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> Iterator[Path | None]:
     """Create and lock `run_dir`, rename a former run first if resume=never, and write `config` to config.yaml.
 
-    A directory without a checkpoint accepts any config, because no training can be lost.
-    The lock is a file beside the directory, so that it stays valid when the directory is renamed; the kernel
-    releases it when this process ends, however it ends. Rank 0 only. Yields the new path of the renamed run, or None.
+    A directory without a checkpoint accepts any config. The lock is a file beside the directory, which may be renamed;
+    the kernel releases it when this process ends. Rank 0 only. Yields the new path of the renamed run, or None.
 
     ConfigError if `run_dir` cannot be written, belongs to another config, or has no checkpoint for resume=must;
     TransientError if another launch is running in `run_dir`, or the file system does not answer or has no locks.

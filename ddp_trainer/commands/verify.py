@@ -2,10 +2,9 @@
 
     python -m ddp_trainer verify outputs/digits-resnet18-ddp
 
-Checks that config.yaml can be read, that every checkpoint matches its checksum, that every finished epoch used exactly
-the samples that the seed selects, that metrics.jsonl has its steps in order and none twice, that TensorBoard has the
-same training steps as metrics.jsonl, and that summary.json has no later step than the newest checkpoint. Exits with 1
-if a check fails.
+Checks that each checkpoint matches its checksum, each finished epoch used exactly the samples that the seed selects,
+metrics.jsonl has its steps in order and none twice, TensorBoard has the same training steps, config.yaml can be read,
+and summary.json has no later step than the newest checkpoint. Exits with 1 if a check fails.
 """
 
 import sys

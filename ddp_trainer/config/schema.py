@@ -193,10 +193,7 @@ class Config:
         )
 
     def check_world_size(self, world_size: int) -> None:
-        """Check the rules that depend on the world size, before the ranks wait for each other.
-
-        Raises ConfigError if a rank would have too few samples, or the strategy is for one process.
-        """
+        """Check the world size; ConfigError if a rank has too few samples, or the strategy is for one process."""
         require(
             self.global_batch_size >= world_size,
             f"global_batch_size={self.global_batch_size} must be at least the world size, {world_size}: "

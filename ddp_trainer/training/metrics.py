@@ -135,7 +135,7 @@ class NonFinite:
 def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     """Check that parameters and integer buffers are bitwise equal on all ranks. Collective: every rank must call this.
 
-    Raises DesynchronizedError on all ranks if the values of one rank differ.
+    Raises DesynchronizedError on all ranks if they are not.
     """
     integers = (buffer for buffer in model.buffers() if not buffer.is_floating_point())
     own = torch.zeros(1, dtype=torch.int64, device=world.device)  # any single bit of a value changes it

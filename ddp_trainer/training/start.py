@@ -48,9 +48,8 @@ class Start:
 def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
     """Read the data set, join the process group until `stack` closes, compare ranks, and resolve some "auto" values.
 
-    Collective: every rank must call this.
-
     Raises ConfigError on all ranks if config, versions or data of any rank are wrong, or differ from those of rank 0.
+    Collective: every rank must call this.
     """
     config.check_world_size(environment.world_size)
     batch = config.global_batch_size
