@@ -277,6 +277,16 @@ def test_a_second_launch_into_a_live_run_directory_is_refused(tmp_path: Path) ->
     assert errors == [f"another launch is running in {tmp_path}/live: wait for it, stop it, or choose name=…"]
 
 
+@pytest.mark.parametrize("text", ["]", "x: !!int ''", "x: !!bool y", "[]", "model: lenet", "model: {name: []}", "5: x"])
+def test_a_damaged_config_of_a_run_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-00000008.pt").touch()
+    (tmp_path / "config.yaml").write_text(text)
+    config, message = compose(*TINY), f"{tmp_path}/config.yaml .*: restore it, or start anew with resume=never"
+    with pytest.raises(ConfigError, match=message), lock_run_dir(tmp_path, to_builtins(config), resume=config.resume):
+        pass
+
+
 @pytest.mark.parametrize("argument", ["epoch=3", "backend=nccl"])
 def test_under_torchrun_the_error_is_printed_once_and_soon(argument: str, tmp_path: Path) -> None:
     began = time.monotonic()

@@ -45,7 +45,11 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
             run_dir.mkdir(exist_ok=True)
             path = run_dir / "config.yaml"
             if has_checkpoint(run_dir) and path.exists():
-                check_changes(_read_config(path), config, run_dir=run_dir)
+                try:
+                    check_changes(_read_config(path), config, run_dir=run_dir)
+                except (AttributeError, TypeError, RecursionError) as error:  # a section or a key of a wrong type
+                    reason = f"{path} is not the config of a run ({error})"
+                    raise ConfigError(f"{reason}: restore it, or start anew with resume=never") from error
             replace_text(path, yaml.safe_dump(config, sort_keys=False))
         except OSError as error:
             problem = "there is a file of that name" if error.errno == errno.EEXIST else error
@@ -73,7 +77,7 @@ def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) ->
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read ({reason}): restore it, or start anew with resume=never") from error
     require(isinstance(config, dict), f"{path} must be a YAML mapping: restore it, or start anew with resume=never")

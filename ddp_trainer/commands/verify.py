@@ -72,7 +72,7 @@ def read_checkpoint(path: Path) -> State | str:
 
 def check_config(files: RunFiles) -> Iterator[str]:
     """Yield an error text if config.yaml is missing or damaged."""
-    with suppress(OSError, yaml.YAMLError):
+    with suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
         if isinstance(yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict):
             return
     yield "config.yaml: missing or damaged"

@@ -99,7 +99,7 @@ class RunFiles:
             return kind()
         try:
             value = (yaml.safe_load if is_yaml else json.loads)(data.decode(errors="replace"))
-        except (yaml.YAMLError, ValueError, RecursionError):
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
             value = None
         if not isinstance(value, kind):
             self.problems.append(f"{name} is damaged.")

@@ -179,3 +179,10 @@ class Printer(TorchrunLauncher):
 def test_a_last_line_without_a_newline_is_printed(tmp_path: Path, capsys) -> None:
     assert set(Printer(1, 1).run_job(jobs_in(tmp_path, 1)[0], 0, tmp_path)) == {None}
     assert capsys.readouterr().out == "first\nlast\n"
+
+
+def test_a_damaged_summary_is_the_failure_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{")
+    job = Job(number=0, label="job 0", config=compose(*TINY), run_dir=tmp_path)
+    job.finish(None)
+    assert str(job.result).startswith(f"job 0 in {tmp_path}: summary.json is damaged: ")

@@ -72,6 +72,7 @@ def with_another_digest(text: str) -> str:
         ("summary.json", lambda text: text[:40], "summary.json: damaged"),
         ("summary.json", lambda text: text.replace('"steps": 16', '"steps": 80'), "summary.json: is of step 80"),
         ("config.yaml", lambda text: "]" + text, "config.yaml: missing or damaged"),
+        ("config.yaml", lambda text: f"x: !!int ''\n{text}", "config.yaml: missing or damaged"),
     ],
 )
 def test_damage_is_a_finding(name: str, change: Callable[[str], str], finding: str, run_dir: Path) -> None:

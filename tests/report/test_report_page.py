@@ -498,6 +498,12 @@ def test_damaged_files_are_named_on_the_page(run_dir: Path) -> None:
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize("value", ["!!bool x", "!!int ''", "!!float ''", "!!timestamp x"])
+def test_a_config_that_yaml_cannot_convert_is_named_on_the_page(value: str, run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(f"key: {value}\n")
+    assert "<li>config.yaml is damaged.</li>" in report_on(run_dir)
+
+
 def test_no_flipped_bit_and_no_cut_keeps_the_page_from_being_written(run_dir: Path, tmp_path: Path) -> None:
     write_evaluation(run_dir, wrong=5)
     numbers = random.Random(0)

@@ -47,6 +47,8 @@ class Job:
                     failure = "stopped before its end, with a checkpoint saved"
             except OSError as error:
                 failure = f"summary.json cannot be read: {error.strerror}"
+            except ValueError as error:
+                failure = f"summary.json is damaged: {error}"
         if failure is not None:
             self.result = JobError(f"{self.label} in {self.run_dir}: {failure}")
 
