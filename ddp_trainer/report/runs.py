@@ -34,6 +34,15 @@ class Run:
         self.versions = flatten(self.files.read_object("versions.json", dict))
         self.summary: dict[str, Any] = self.files.read_object("summary.json", dict)
         self.metrics: Metrics = read_metrics(self.files)
+        self.ended_at = whole(self.summary.get("steps"))
+        """The last step of the last launch that ended without a failure; None: unknown."""
+        known = [launch for launch in self.metrics.launches if launch.time == launch.time]
+        self.was_resumed = self.ended_at is not None and (
+            self.last_step > self.ended_at or any(launch.step >= self.ended_at for launch in known[-1:])
+        )
+        """Whether a later launch has continued the run after that step, so that summary.json is not its result."""
+        if self.was_resumed:
+            self.summary = {}
         self.lanes = read_lanes(self.files)
         self.folders = read_evaluations(self.files)
         self.evaluations = {name: folder for name, folder in self.folders.items() if not folder.is_empty}
@@ -45,8 +54,8 @@ class Run:
         Only such a launch writes summary.json with its last step; without summary.json any step counts. An earlier
         value does not count: the training went on after it, for example because such updates are skipped.
         """
-        steps = whole(self.summary.get("steps"))
-        return self.metrics.nonfinite is not None and (steps is None or self.metrics.nonfinite.step > steps)
+        nonfinite = self.metrics.nonfinite
+        return nonfinite is not None and (self.ended_at is None or nonfinite.step > self.ended_at)
 
     @property
     def status(self) -> str:
@@ -67,6 +76,9 @@ class Run:
             step, reason = self.metrics.nonfinite.step, self.metrics.nonfinite.reason
             what = "The training diverged" if self.has_diverged else "A value was not finite"
             return [f"{what} at step {step:,}: {reason}."]
+        if self.was_resumed:
+            since = f"The run was resumed after step {self.ended_at:,}, which is the last step of summary.json"
+            return [f"{since}: it is in progress, or it ended with an error."]
         if not self.summary:
             return ["There is no summary.json: the run is in progress, or it ended with an error."]
         return []

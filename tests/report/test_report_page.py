@@ -257,7 +257,7 @@ def test_a_run_without_evaluated_samples_has_no_scores(run_dir: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_named(run_dir: Path) -> None:
-    append(run_dir, {"step": 1020, "eval/loss": "nan"})
+    append(run_dir, {"step": 1000, "eval/loss": "nan"})
     assert Run(run_dir).status == "finished"
     append(run_dir, {"step": 1040, "train/loss": "-inf", "train/top1": 0.1}, {"step": 1060, "train/loss": "nan"})
     run = Run(run_dir)
@@ -267,6 +267,26 @@ def test_a_loss_that_is_not_finite_is_named(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text(json.dumps(summary | {"steps": 1060}))  # with on_nonfinite=skip
     run = Run(run_dir)
     assert (run.status, run.warnings) == ("finished", ["A value was not finite at step 1,040: train/loss is -inf."])
+
+
+def test_the_summary_of_an_earlier_launch_is_not_the_result_of_a_resumed_run(run_dir: Path) -> None:
+    append(run_dir, {"time": START + 900, "step": 1000, "launch/world_size": 2})
+    run = Run(run_dir)
+    assert (run.status, run.summary, len(run.warnings)) == ("not finished", {}, 1)
+    assert run.warnings[0].startswith("The run was resumed after step 1,000, ")
+    append(run_dir, {"step": 1020, "train/loss": 0.1}, {"step": 1020, "eval/top1": 0.5, "eval/count": 355})
+    assert Run(run_dir).scores() == {"evaluation top-1": "50.00 %"}
+    assert Run(run_dir).facts()["steps"] == "1,020"
+    (run_dir / "summary.json").write_text(json.dumps({"status": "stopped", "steps": 1020}))
+    assert (Run(run_dir).status, Run(run_dir).warnings) == ("stopped", [])
+
+
+def test_a_launch_with_nothing_left_to_train_keeps_the_summary(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()  # with logger=[], train.log alone has launches
+    with open(run_dir / "train.log", "a") as file:
+        file.write("x INFO 2 × cpu (gloo), fp32\nx INFO resumed from step-00001000.pt (epoch 10, step 1000)\n")
+    assert Run(run_dir).metrics.launches[-1].step == 1000
+    assert Run(run_dir).status == "finished"
 
 
 def test_a_divergence_of_the_last_launch_is_read_from_failure_log(run_dir: Path) -> None:
