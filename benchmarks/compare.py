@@ -117,7 +117,9 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
         summary = json.loads((run_dir / "summary.json").read_text())
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     first = next(record for record in records if "time/step_ms" in record)
-    window_seconds = first["time/step_ms"] * (job.window - 1) / 1e3  # from the first step's end to the first record
+    # From the end of the first step to the first record, as if all steps of this window had taken equally long: if the
+    # first step takes longer than the others, "first_step_seconds" is too small by almost the difference.
+    window_seconds = first["time/step_ms"] * (job.window - 1) / 1e3
     return {
         "images_per_second": summary["images_per_second"],
         "first_step_seconds": first["time"] - window_seconds - launched,
@@ -274,7 +276,9 @@ def main() -> None:
     processor, load = cpu_model(), os.getloadavg()[0]
     for name in SCRIPTS.keys() - PEERS:
         print(f"{name} is left out: install it by pip install 'ddp_trainer[bench]'")
-    print(f"{job.model}, global batch {job.global_batch_size}, {job.ranks} ranks of one thread, {job.precision}")
+    threads = " of one thread" if job.device == "cpu" else ""
+    print(f"{job.model}, global batch {job.global_batch_size}, {job.ranks} ranks{threads} on {job.device}, "
+          f"{job.precision} (with its defaults, ddp_trainer chooses the precision itself)")  # fmt: skip
     print(f"{processor}; load before: {load:.2f}", flush=True)
     results = run_rounds(job, rounds=options.rounds, workers=options.workers)
     versions = sorted({result.version for result in results.values()})

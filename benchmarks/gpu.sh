@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU, in less than ten minutes: tests, throughput beside other trainers, accuracy.
+# Run everything that needs a GPU: tests, throughput beside other trainers, accuracy. Each part has a time limit; the
+# sum of the limits is 17 minutes.
 #   WHEELS=folder DATA=folder OUT=folder benchmarks/gpu.sh
 # WHEELS: wheels of the packages that the Python of this host lacks (no network is used); DATA: the four files of
-# Fashion-MNIST. A part that fails does not keep the others from running.
+# Fashion-MNIST; OUT: the folder for logs, runs and results. A part that fails does not keep the others from running.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 PYTHON=${PYTHON:-python3}

@@ -4,9 +4,11 @@
 
 The photographs are parts of those in Debian's packages mate-backgrounds and ukui-wallpapers: 2,112 JPEGs of 500×375
 pixels. Every pipeline gives batches of 64 random parts of them, scaled to 224×224 pixels, with two workers. A round
-runs each once in a process of its own, and measures the second epoch: the workers have started, and ddp_trainer's cache
-has been built and its checksums compared. A pipeline gives float32 on the CPU, mirrored at random and normalized, or
-uint8. Those of ddp_trainer are then mirrored and normalized on the device.
+runs each pipeline once, in a process of its own, and measures its second epoch. By then the workers have started, and
+ddp_trainer has built its cache and compared the checksum of each image that it has read from there. The pipelines give
+float32 images, mirrored at random and normalized on the CPU, or uint8 images that are not normalized. The uint8 images
+of torchvision are mirrored at random; those of ddp_trainer are not, because a training mirrors and normalizes them on
+its device.
 """
 
 import argparse

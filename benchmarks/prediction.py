@@ -2,9 +2,10 @@
 
     python benchmarks/prediction.py
 
-Each runs in one process of its own, and measures the time from its first batch to its last line. The photographs are
-those of image_pipelines.py. The small model shows the cost of reading and writing, the large one that of a forward
-pass.
+Each command runs in one process of its own and prints its own speed. Both begin to measure before the first batch is
+read. ``predict`` measures until it has printed its last line, ``evaluate`` until its last batch, before it writes its
+files. The photographs are those of image_pipelines.py. The small model shows the cost of reading and writing, the large
+one that of a forward pass.
 """
 
 import json

@@ -190,7 +190,11 @@ def optional(value: object) -> float | int | None:
 
 
 def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
-    """Return the evaluations of a run by folder name, at most `MAX_EVALUATIONS`; TransientError if not readable."""
+    """Return the evaluations of a run by folder name, at most `MAX_EVALUATIONS`; {} if they cannot be read.
+
+    Raises:
+        TransientError: the file system does not answer.
+    """
     folder = files.folder / "evaluation"
     try:
         with os.scandir(folder) as entries:
@@ -206,7 +210,10 @@ def read_evaluations(files: RunFiles) -> dict[str, Evaluation]:
 
 
 def thumbnail_shares(evaluations: Sequence[Evaluation], *, limit: int = MAX_THUMBNAILS) -> Iterator[int]:
-    """Yield how many of `limit` thumbnails each evaluation gets: equally many, but those that one does not need."""
+    """Yield the number of thumbnails of each evaluation, together at most `limit`.
+
+    All evaluations get equally many; what an evaluation with fewer pictures does not need is divided among the others.
+    """
     counts = [sum(mistake.picture is not None for mistake in evaluation.mistakes) for evaluation in evaluations]
     shares, left = dict.fromkeys(range(len(counts)), 0), limit
     order = sorted(shares, key=counts.__getitem__)

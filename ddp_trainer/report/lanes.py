@@ -42,7 +42,10 @@ class Lanes:
     """For each column the index in `ranks` of the slowest rank, and its slow phase; None with fewer than 2 ranks."""
 
     def rows(self) -> list[list[str]]:
-        """Return texts of the 16 slowest ranks: rank, mean ms per step without waiting, % above the ranks' median."""
+        """Return texts of the 16 slowest ranks: rank, mean ms per step without waiting, % above the median of `ranks`.
+
+        The median is that of the means. If the run has more than `MAX_RANKS` ranks, only the slowest are in `ranks`.
+        """
         means = {rank: mean([value for value in lane if value is not None])
                  for rank, lane in zip(self.ranks, self.own_ms, strict=True)}  # fmt: skip
         middle = median(means.values()) or 1.0

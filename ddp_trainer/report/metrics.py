@@ -35,10 +35,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The first start of a run, or a resume."""
+    """A launch of the training: the first one, or a later one, which resumes the run if it has a checkpoint."""
 
     step: int
-    """The step from which the launch continues; 0: the first start."""
+    """The number of steps that were already taken when the launch began; 0: it began without a checkpoint."""
     world_size: int | None
     time: float = UNKNOWN_TIME
     """Unix seconds."""

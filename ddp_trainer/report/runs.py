@@ -71,7 +71,7 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """A list of at most one sentence: about a non-finite value, or else about a missing summary.json."""
+        """A list of at most one sentence: that a value was not finite, or else that the last launch has no summary."""
         if self.metrics.nonfinite is not None:
             step, reason = self.metrics.nonfinite.step, self.metrics.nonfinite.reason
             what = "The training diverged" if self.has_diverged else "A value was not finite"
@@ -80,7 +80,7 @@ class Run:
             since = f"The run was resumed after step {self.ended_at:,}, which is the last step of summary.json"
             return [f"{since}: it is in progress, or it ended with an error."]
         if not self.summary:
-            return ["There is no summary.json: the run is in progress, or it ended with an error."]
+            return ["There is no summary.json that can be read: the run is in progress, or it ended with an error."]
         return []
 
     def facts(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ddp_trainer.scores.results import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PRE
 
 NUM_BINS = 15
 WORST, WORST_PER_PAIR, NUM_PAIRS = 100, 5, 200
-"""Number of mistakes listed in all, number listed for each pair of classes, and number of such pairs."""
+"""Number of mistakes listed whatever their classes, number listed for each frequent pair of classes, and of pairs."""
 
 
 @dataclass(frozen=True)

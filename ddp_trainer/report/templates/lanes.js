@@ -1,4 +1,4 @@
-// The own time of each rank as a lane: a cell is darker the slower the rank was than the median of all ranks.
+// The own time of each rank as a lane: a cell is darker the slower the rank was than the median of these ranks.
 
 const FULL_COLOUR = 0.3;
 const LANE_WIDTH = 900;
@@ -79,7 +79,7 @@ class LaneChart {
   mark(cell) {
     this.cell = cell;
     this.text.textContent = cell ? this.describe(cell) : "A cell is orange where a rank was slower than the median of "
-      + "all ranks, fully so from 30 % on. Point at one, or use the arrow keys.";
+      + "the ranks shown, fully so from 30 % on. Point at one, or use the arrow keys.";
     this.draw();
   }
 
