@@ -48,8 +48,8 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
                 try:
                     check_changes(_read_config(path), config, run_dir=run_dir)
                 except (AttributeError, TypeError, RecursionError) as error:  # a section or a key of a wrong type
-                    reason = f"{path} is not the config of a run ({error})"
-                    raise ConfigError(f"{reason}: restore it, or start anew with resume=never") from error
+                    fix = "restore it, or start anew with resume=never"
+                    raise ConfigError(f"{path} is not the config of a run ({error}): {fix}") from error
             replace_text(path, yaml.safe_dump(config, sort_keys=False))
         except OSError as error:
             problem = "there is a file of that name" if error.errno == errno.EEXIST else error

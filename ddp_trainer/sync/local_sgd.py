@@ -1,8 +1,8 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged every H steps.
 
 It teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer that is linear in the
-gradient (SGD, momentum) it is ordinary data parallelism; with a larger H, ranks differ between
-two averages. The optimizer's state is averaged too, so that all ranks are equal after an average and can be saved.
+gradient (SGD, momentum) it is ordinary data parallelism; with a larger H, ranks differ between two averages. The state
+of the optimizer is averaged too, so that all ranks are equal after an average.
 
 Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 1805.09767); Yu, Jin and Yang, On the
 Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv 1905.03817).

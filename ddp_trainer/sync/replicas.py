@@ -1,11 +1,10 @@
 """Data parallelism in one process, from scratch: a replica on each device, the batch split among them.
 
 It teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
-gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python
-interpreter is shared, and the first device holds all logits; these are the reasons to use DDP instead.
+gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python interpreter
+is shared, and the first device holds all logits; these are the reasons to use DDP instead.
 
-Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``, ``allreduce`` and
-``train_batch``.
+Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``, ``allreduce``.
 """
 
 import copy

@@ -60,9 +60,8 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
 
     `run_dir` is ``<output_dir>/<name>`` unless given. Resumes from the newest checkpoint in `run_dir`, if there is one.
 
-    Raises:
-        ConfigError: the config breaks a rule that depends on this machine, data set or directory.
-        TransientError: a condition that may go away, such as another launch in the same directory.
+    Raises ConfigError if the config breaks a rule that depends on this machine, data set or directory; TransientError
+    for a condition that may go away, such as another launch in the same directory.
     """
     environment = read_environment()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name

@@ -141,7 +141,7 @@ def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tm
     [job] = write_jobs(tmp_path, "check.fitness=true")
     nodes = [Node(port, rank, job, timeout=60, program=("-c", f"{QUICK}; __main__.main()")) for rank in (0, 1)]
     while nodes[slow].process.poll() is None:
-        for stop, seconds in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.1)):
+        for stop, seconds in ((signal.SIGSTOP, 0.25), (signal.SIGCONT, 0.05)):
             nodes[slow].process.send_signal(stop)
             time.sleep(seconds)
     ended = end_all(*nodes)
