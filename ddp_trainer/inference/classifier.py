@@ -53,7 +53,7 @@ class Classifier:
         """Return a `Prediction` for each image, with the `top` most probable classes.
 
         Raises:
-            BadImageError: a file cannot be decoded. ValueError: pixels have a wrong type or shape.
+            BadImageError: a file cannot be read or decoded. ValueError: pixels have a wrong type or shape.
         """
         return list(self.predictions(self.probabilities(images), top=top))
 
@@ -88,7 +88,7 @@ def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -
     checkpoint: best, last, or a step; device: auto, cpu or cuda.
 
     Raises:
-        ConfigError: the checkpoint does not exist or is damaged, or this machine lacks the device.
+        ConfigError: the checkpoint does not exist, is damaged or of another version, or the machine lacks the device.
     """
     try:
         return open_classifier(load_model(Path(run_dir).expanduser(), str(checkpoint), [f"device={device}"]))

@@ -69,7 +69,8 @@ def export_files(
 ) -> dict[str, float]:
     """Write ``model.<format>`` to `folder` for each format, and return its largest difference from the checkpoint.
 
-    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the checkpoint.
+    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the checkpoint; if N is 0,
+    it is kept without a comparison.
 
     Raises:
         ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or cannot be written.

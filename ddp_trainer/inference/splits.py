@@ -29,8 +29,8 @@ class NamedSplit:
 def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False) -> NamedSplit:
     """Return the split `name` of the run's data set; name None: the split on which the training evaluated.
 
-    is_other_folder: the user has set data.root; then name=test is its folder test or val, or else data.root itself,
-    with one subfolder per class.
+    is_other_folder: the user has set data.root; if it is a folder of images (data=imagefolder), name=test is its
+    subfolder test, valid, validation or val, or else data.root itself, with one subfolder per class.
 
     Raises:
         ConfigError: there is no such split, or its classes or the shape of its images are not those of the model.
