@@ -112,7 +112,7 @@ class BackgroundCalls(LoggerCalls):
 class LoggerGroup:
     """All loggers of a run: each method calls the method of that name of every logger. A failure never ends a training.
 
-    Nothing is recorded before `start`. A launch does not call `start` if its run is already finished. On ranks other
+    Nothing is recorded before `start`. A launch does not call `start` if nothing is left to train. On ranks other
     than 0 the group is empty. Use as a context manager: leaving it closes all loggers.
     """
 

@@ -63,7 +63,7 @@ def ddp_bytes(config: DDPConfig, shape: Shape) -> float:
     """Return the number of bytes that DDP all-reduces for a float32 gradient of `shape`.
 
     Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727): a matrix is sent as two factors. torch
-    sends factors only where they have less than half of the elements.
+    sends factors only where they have less than half of the elements, and none in `powersgd_warmup_steps`.
     """
     match config.comm_hook:
         case CommHook.none:
@@ -172,7 +172,7 @@ def buckets(config: DDPConfig, compute: Compute) -> list[tuple[float, float]]:
 def smallest_hiding_batch(compute: Compute, network: Network, world_size: int) -> int | None:
     """Return the smallest batch per rank whose forward and backward last as long as an all-reduce of all gradients.
 
-    None if it would be a million images or more.
+    None if it would be a million images or more, or if a larger batch takes no longer.
     """
     if compute.per_image <= 0:
         return None

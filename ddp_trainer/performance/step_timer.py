@@ -60,7 +60,7 @@ class StepTimer:
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`, one of `PHASES`."""
-        if self.ready is not None:  # from the last backward, with gradient accumulation
+        if self.ready is not None:  # set by the last backward in the phase that ends now
             self.begins.append(("gradient sync", self.ready))
         self.begins.append((phase, self._now()))
         self.ready = None

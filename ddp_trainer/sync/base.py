@@ -13,7 +13,7 @@ from ddp_trainer.distributed.process_group import World
 
 
 class GradientSync:
-    """Keeps the replicas of a model equal. The base class is the case of one process: its methods do nothing."""
+    """Keeps the replicas of a model equal. The base class is the case of one process: it sends nothing."""
 
     model: nn.Module
 
@@ -36,7 +36,7 @@ class GradientSync:
         return model
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of all parameters that have one; backward may not have reached some parameters."""
+        """Return the gradients of all parameters that have one; frozen and unused parameters have none."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def begin(self) -> None:
@@ -50,11 +50,11 @@ class GradientSync:
         """After backward, set every ``.grad`` to the mean over ranks. Collective: every rank must call this."""
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        """Return the 2-norm of all gradients of `model`, as a scalar tensor that is the same on every rank."""
+        """Return the 2-norm of all gradients of `model`, a scalar tensor; on every rank the same, except in local_sgd."""
         return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Make parameters equal on every rank, or set `is_synchronized` to false if they are left different.
+        """After the optimizer's step, make parameters equal on every rank; if not, `is_synchronized` must be false.
 
         Collective: every rank must call this.
         """

@@ -1,4 +1,4 @@
-"""BatchNorm statistics: local while training, averaged over ranks where a model is evaluated or saved."""
+"""Floating buffers (BatchNorm's statistics): a rank's own in training, averaged where a model is evaluated or saved."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from ddp_trainer.sync.base import flatten, unflatten
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the floating-point buffers, which may differ from rank to rank: BatchNorm's running statistics."""
+    """Return the floating-point buffers, which may differ from rank to rank, such as BatchNorm's statistics."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
@@ -28,9 +28,9 @@ def restore_buffers(model: nn.Module, vector: Tensor) -> None:
 
 @contextmanager
 def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
-    """Set BatchNorm's running statistics to their mean over ranks inside the context, and restore them after it.
+    """Set all floating buffers to their mean over ranks inside the context, and restore them after it.
 
-    Yields this rank's own statistics as the vector of `flatten_buffers`. They are restored so that an extra evaluation
+    Yields this rank's own buffers as the vector of `flatten_buffers`. They are restored so that an extra evaluation
     or save does not change the training, not even by a rounding error. Collective: every rank must call this.
     """
     own = flatten_buffers(model)

@@ -15,7 +15,7 @@ from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class LocalSGDSync(GradientSync):
-    """Averages parameters and optimizer state every `every_steps` steps, at each epoch's end, and before a stop."""
+    """Averages trained parameters and optimizer state every `every_steps` steps, and when an epoch or launch ends."""
 
     steps_apart = 0
 

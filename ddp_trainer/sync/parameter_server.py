@@ -1,7 +1,7 @@
 """A sharded parameter server: gradients go to owner ranks, which update the parameters and send them back.
 
-It teaches the cost of a server: with one server, m parameters and W ranks, 2·(W − 1)·m elements pass through one
-network card, first all in, then all out. With a server on each rank, this is a reduce-scatter and an all-gather again.
+It teaches the cost of a server: with one server, m trained parameters and W ranks, 2·(W − 1)·m elements pass through
+one network card, first all in, then all out. With a server on each rank, this is a reduce-scatter and an all-gather.
 
 Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine Learning with the
 Parameter Server, 2014 (OSDI).
@@ -19,7 +19,7 @@ from ddp_trainer.sync.key_value_store import KeyValueStore
 
 
 class ParameterServerSync(GradientSync):
-    """Sends gradients to the owner of each parameter, whose optimizer updates it, and copies parameters back."""
+    """Sends gradients to the owner of each trained parameter, whose optimizer updates it, and copies it back."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.parameters = dict(model.named_parameters())

@@ -1,8 +1,8 @@
 """Data parallelism in one process, from scratch: a replica on each device, the batch split among them.
 
 It teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
-gradients, they are added up, all replicas are updated alike. One process drives all devices, so the Python interpreter
-is shared, and the first device holds all logits; these are the reasons to use DDP instead.
+gradients, they are added up, the first replica is updated and copied to the others. One process drives all devices, so
+the Python interpreter is shared, and the first device holds all logits; these are the reasons to use DDP instead.
 
 Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``, ``allreduce``.
 """
@@ -55,7 +55,7 @@ class Replicas(nn.Module):
 
 
 class ReplicasSync(GradientSync):
-    """Adds up the gradients of the replicas of this process."""
+    """Adds up the gradients of the replicas of this process, and copies the updated parameters to all of them."""
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
         """Raises ConfigError if a device of the config does not exist, or the first is not the device of the run."""
