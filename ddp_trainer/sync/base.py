@@ -50,7 +50,7 @@ class GradientSync:
         """After backward, set every ``.grad`` to the mean over ranks. Collective: every rank must call this."""
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        """Return the 2-norm of all gradients of `model`, a scalar tensor; on every rank the same, except in local_sgd."""
+        """Return the 2-norm of the gradients of `model`, a scalar; the same on every rank, except in local_sgd."""
         return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
     def after_step(self, optimizer: Optimizer) -> None:
