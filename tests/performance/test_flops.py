@@ -49,6 +49,12 @@ def test_the_measured_peak_is_that_of_the_matrix_product(dtype: torch.dtype) -> 
     assert min(ratios) < 2
 
 
+def test_a_product_in_float16_is_measured_soon_on_a_cpu_that_is_slow_at_it() -> None:
+    began = time.perf_counter()
+    assert measure_matmul.__wrapped__(CPU, torch.float16, tf32=False, num_threads=torch.get_num_threads()) > 0
+    assert time.perf_counter() - began < 8  # one product of 1024×1024 takes 2 s without such instructions
+
+
 def test_the_utilization_of_a_model_whose_operations_cannot_be_counted_is_unknown() -> None:
     class Gated(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
