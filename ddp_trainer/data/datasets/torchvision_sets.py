@@ -67,9 +67,15 @@ def find_class(name: str) -> type:
 def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[Any, Any]:
     """Return the objects of `kind` for training and evaluation; the second is None if there is no such split.
 
-    With data.validation_fraction, only the training split is opened, and returned twice.
+    With data.validation_fraction, only the training split is opened, and returned twice. ConfigError if the config
+    names a split and `kind` has no argument `split`.
     """
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters if base is not object}
+    named = [f"data.{key}={name}" for key in ("train_split", "test_split") if (name := getattr(config, key))]
+    require(
+        not named or ("split" in known and "train" not in known),
+        f"{' '.join(named)}: data.dataset={config.dataset} has no splits with names: leave out the key",
+    )
     options: dict[str, Any] = dict(config.arguments)
     if "download" in known:
         options["download"] = config.download
