@@ -259,6 +259,17 @@ def test_splits_that_do_not_fit_are_one_error(train: Any, evaluation: Any, messa
 
 
 @pytest.mark.usefixtures("own_registry")
+def test_memory_that_is_used_up_by_the_first_image_is_one_error() -> None:
+    class Large(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise MemoryError
+
+    register_dataset("mine", MineConfig, builder=lambda config: Datasets(train=Large([0]), eval=GOOD, class_names="abc"))
+    with pytest.raises(ConfigError, match=r"^data=mine does not fit into the memory of this host: use a larger host$"):
+        build_datasets(MineConfig())
+
+
+@pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize(
     ("group", "base", "returns"),
     [("model", ModelConfig, "Module"), ("data", DataConfig, "Datasets"), ("sync", SyncConfig, "GradientSync"),
