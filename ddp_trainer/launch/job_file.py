@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_trainer.config.composition import from_builtins
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, path_error
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.files import replace_text
 
@@ -18,7 +18,7 @@ def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
 def read_job(path: Path) -> tuple[Config, Path]:
     """Return the config and the run directory of a job file.
 
-    ConfigError if `path` cannot be read or is not a job file, or if its config has an unknown key or breaks a rule.
+    ConfigError if `path` is not a job file, or if its config breaks a rule; a `path_error` if `path` cannot be read.
     """
     try:
         job: dict[str, Any] = json.loads(path.read_text())
@@ -27,7 +27,7 @@ def read_job(path: Path) -> tuple[Config, Path]:
         raise
     except OSError as error:
         fix = "give the path of a job file that every node can read"
-        raise ConfigError(f"job_file={path} cannot be read ({error.strerror}): {fix}") from error
+        raise path_error(error, f"job_file={path} cannot be read ({error.strerror}): {fix}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fix = f"write one with python -m ddp_trainer freeze {path}"
         raise ConfigError(f"job_file={path} is not a job file: {fix}") from error

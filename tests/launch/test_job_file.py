@@ -11,7 +11,7 @@ from runs import TINY, assert_bitwise, compose, newest_checkpoint, train_on
 from ddp_trainer import registry
 from ddp_trainer.commands import freeze
 from ddp_trainer.config.composition import config_digest, from_builtins, to_builtins
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Resume
 from ddp_trainer.launch.job_file import read_job, write_job
 
@@ -89,6 +89,11 @@ def test_a_disk_that_is_full_may_have_space_later(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit, match=r"^1$"):
         freeze.main([f"{tmp_path}/new.json"])
     assert capsys.readouterr().err.endswith("/new.json cannot be written: No space left on device\n")
+
+
+def test_a_job_file_that_cannot_be_read_now_may_be_readable_later() -> None:
+    with pytest.raises(TransientError, match=r"^job_file=/proc/self/mem cannot be read \(Input/output error\): "):
+        read_job(Path("/proc/self/mem"))
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"config": {}}', '{"run_dir": "a", "config": {"model": 1}}'])
