@@ -61,13 +61,14 @@ class RunFiles:
 
 
 def read_checkpoint(path: Path) -> State | str:
-    """Return the state in a checkpoint; if it is damaged or lacks a key, the reason as a text."""
+    """Return what the checks need of a checkpoint; if it is damaged or lacks a key, the reason as a text."""
     try:
         state = read_state(path)
     except DamagedCheckpointError as error:
         return str(error)
-    missing = {"config", "epoch", "train_samples"} - state.keys()
-    return f"lacks {', '.join(sorted(missing))}" if missing else state
+    keys = ("step", "epoch", "config", "train_samples")  # not the tensors: a run has several checkpoints
+    missing = [key for key in keys if key not in state]
+    return f"lacks {', '.join(missing)}" if missing else {key: state[key] for key in keys}
 
 
 def check_config(files: RunFiles) -> Iterator[str]:

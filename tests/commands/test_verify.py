@@ -106,3 +106,8 @@ def test_no_flipped_bit_and_no_cut_ends_in_a_traceback(good_run: Path, tmp_path:
         path.write_bytes(data if number % 3 else data[:position])
         findings = findings_of(copy)
         assert findings or path.suffix != ".pt", path
+
+
+def test_tensors_of_checkpoints_are_not_kept_in_memory(good_run: Path) -> None:
+    states = RunFiles(good_run).checkpoints.values()
+    assert all(not isinstance(state, str) and {"model", "optimizer"}.isdisjoint(state) for state in states)
