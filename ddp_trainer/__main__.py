@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS
@@ -17,6 +18,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # SIGINT ends the process until a training handles it, because some imports ignore a KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: a name may hold bytes that are not UTF-8
     end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
@@ -27,8 +30,7 @@ def main() -> None:
     with errors_as_exit_codes():
         registry.load_plugins(plugin_modules())
     if not command and words in (["--help"], ["-h"]):
-        print_overview()
-        return
+        return print_overview()
     import_module(f"ddp_trainer.commands.{(command or 'train').replace('-', '_')}").main(words)
 
 

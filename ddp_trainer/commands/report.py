@@ -43,5 +43,4 @@ def main(words: Sequence[str]) -> None:
         run_dirs = [Path(path) for path in paths]
         output = Path(options.output or run_dirs[0] / "report.html")
         write_report(run_dirs, output, title=options.title)
-    name = str(output).encode(errors="replace").decode()  # a path may hold bytes that are not UTF-8
-    print(f"{name} ({output.stat().st_size / 1e6:.2f} MB)")
+    print(f"{output} ({output.stat().st_size / 1e6:.2f} MB)")

@@ -31,8 +31,7 @@ class TrainOptions:
 def main(words: Sequence[str]) -> None:
     """Train one job or the jobs of a sweep; exit with 2 for wrong input, with 1 for any other failure."""
     if wants_help(words):
-        print_keys()
-        return
+        return print_keys()
     with errors_as_exit_codes():
         options, overrides = parse_options(TrainOptions, words)
         if options.job_file is not None:

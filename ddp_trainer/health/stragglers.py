@@ -59,8 +59,8 @@ class StragglerFinder:
     phases: the names of the P phases. shares: how many images each of the W ranks has in a step. A rank counts as slow
     only if both its time per step and its time per image are longer, so that a larger share of the batch is no fault.
     One of them must be longer by the share `NAMED` of a step, and the whole step by `EACH`; by more on a machine where
-    the times of ranks vary. The time
-    in which a rank's thread does not run on a core is compared separately, because it varies less.
+    the times of ranks vary. The time in which a rank's thread does not run on a core is compared separately, because it
+    varies less.
     """
 
     def __init__(self, phases: Sequence[str], shares: Sequence[int]) -> None:

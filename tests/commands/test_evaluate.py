@@ -58,6 +58,12 @@ def run_dir(digits_run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(digits_run, tmp_path / "run")
 
 
+def test_a_folder_whose_name_is_not_utf_8_can_be_printed(digits_run: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(digits_run, os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
+    assert rf"wrote {tmp_path}/r\udcff/evaluation/best-test" in succeed("evaluate", run_dir).output
+    assert rf"{tmp_path}/r\udcff/report.html (" in succeed("report", run_dir).output
+
+
 def test_the_matrix_is_the_same_at_any_number_of_ranks_and_top1_that_of_the_training(tmp_path: Path) -> None:
     names = ("digits", "fashion_mnist", "imagefolder")
     train_all(2, [(*LENET, *words_for(name, tmp_path), f"output_dir={tmp_path}", f"name={name}") for name in names])
