@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
-from runs import assert_bitwise, compose, in_process_group
+from runs import assert_bitwise, in_process_group
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -33,7 +33,7 @@ def state_of_many_types() -> dict[str, Any]:
 
 
 def received(path: str) -> dict[str, Any]:
-    with in_process_group(compose("device=cpu", "num_threads=1")) as world:
+    with in_process_group() as world:
         state = broadcast_state(read_state(Path(path)) if world.is_main else {}, world)
         assert broadcast_state({}, world) == {}
         assert_bitwise(state, read_state(Path(path)))
@@ -49,7 +49,7 @@ def test_every_rank_receives_the_state_of_rank_0(ranks: int, tmp_path: Path) -> 
 
 def growth_mb(path: str) -> int:
     """Return by how much this rank's memory grows at most while it receives the state."""
-    with in_process_group(compose("device=cpu", "num_threads=1")) as world:
+    with in_process_group() as world:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = memory_mb("RSS")
         broadcast_state(read_state(Path(path)) if world.is_main else {}, world)

@@ -264,7 +264,9 @@ def test_memory_that_is_used_up_by_the_first_image_is_one_error() -> None:
         def __getitem__(self, index: Any) -> Any:
             raise MemoryError
 
-    register_dataset("mine", MineConfig, builder=lambda config: Datasets(train=Large([0]), eval=GOOD, class_names="abc"))
+    register_dataset(
+        "mine", MineConfig, builder=lambda config: Datasets(train=Large([0]), eval=GOOD, class_names="abc")
+    )
     with pytest.raises(ConfigError, match=r"^data=mine does not fit into the memory of this host: use a larger host$"):
         build_datasets(MineConfig())
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from processes import launch, on_ranks, succeed
-from runs import compose, in_process_group
+from runs import in_process_group
 
 from ddp_trainer.commands.doctor import Finding, clock_finding, examine, merge
 from ddp_trainer.performance import fitness
@@ -17,7 +17,7 @@ def test_a_single_process_is_ready(tmp_path: Path) -> None:
 
 def examined(folder: str) -> list[Finding]:
     fitness.SECONDS = 0.2
-    with in_process_group(compose(f"output_dir={folder}")) as world:
+    with in_process_group() as world:
         return examine(world, run_dir=Path(folder), size_mb=1)
 
 

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
-from runs import TINY, compose, in_process_group
+from runs import in_process_group
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.models import LeNetConfig
 from ddp_trainer.config.schema import Precision
+from ddp_trainer.config.sync import (
+    AllReduceConfig,
+    CommHook,
+    DDPConfig,
+    LocalSGDConfig,
+    ParameterServerConfig,
+    RingConfig,
+    SyncConfig,
+)
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.models.lenet import LeNet
 from ddp_trainer.sync import build_sync
@@ -20,15 +29,18 @@ from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck, 
 from ddp_trainer.training.step import StepSettings, TrainStep
 
 NUM_TRIALS = 6
+DDP = DDPConfig()
 BATCH, SHAPE = 13, (1, 12, 12)  # which no number of ranks divides
 
 
-def build(world: World, *overrides: str, precision: Precision = Precision.fp32, parts: int = 1) -> TrainStep:
+def build(
+    world: World, config: SyncConfig = DDP, *, precision: Precision = Precision.fp32, parts: int = 1
+) -> TrainStep:
     torch.manual_seed(0)
     model = LeNet(LeNetConfig(), image_shape=SHAPE, num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     settings = StepSettings(global_batch_size=BATCH, gradient_accumulation_steps=parts, precision=precision)
-    sync = build_sync(compose(*TINY, *overrides).sync, world)
+    sync = build_sync(config, world)
     step = TrainStep(model, sync, optimizer, LambdaLR(optimizer, lambda step: 1.0), settings=settings, world=world)
     step.check = GradientCheck(step, every_steps=1, deterministic=False)
     step.sync.begin()
@@ -81,7 +93,7 @@ def corrupt(step: TrainStep, what: str, trial: int) -> Callable[[], object]:
 def trials(what: str, numbers: range, precision: Precision) -> list[tuple[int, int | None, int]]:
     """Return for each trial the corrupted rank, the named one (-1 if none was found), and the number of good steps."""
     found = []
-    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+    with in_process_group() as world:
         for trial in numbers:
             step, rank = build(world, precision=precision), trial % world.world_size
             train(step, 2)
@@ -112,32 +124,32 @@ def test_two_ranks_find_it_and_name_the_one_that_is_not_repeatable(what: str) ->
     assert set(named) == {None} if what == "parameter" else -1 not in named
 
 
-def quiet_steps(count: int, overrides: tuple[str, ...], precision: Precision, parts: int) -> int:
+def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) -> int:
     """Return how many steps were taken, all of them checked."""
-    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
-        step = build(world, *overrides, precision=precision, parts=parts)
+    with in_process_group() as world:
+        step = build(world, sync, precision=precision, parts=parts)
         train(step, count)
         assert isinstance(step.check, GradientCheck)
         return step.check.checked
 
 
 STRATEGIES: list[tuple[Any, ...]] = [
-    (2, (), Precision.fp32, 1), (3, (), Precision.fp32, 2), (2, (), Precision.bf16, 1), (1, (), Precision.fp32, 1),
-    (3, ("sync=allreduce",), Precision.fp32, 1), (2, ("sync=ring",), Precision.fp32, 2),
-    (3, ("sync=parameter_server",), Precision.fp32, 1), (2, ("sync.comm_hook=fp16",), Precision.fp32, 1),
+    (2, DDP, Precision.fp32, 1), (3, DDP, Precision.fp32, 2), (2, DDP, Precision.bf16, 1), (1, DDP, Precision.fp32, 1),
+    (3, AllReduceConfig(), Precision.fp32, 1), (2, RingConfig(), Precision.fp32, 2),
+    (3, ParameterServerConfig(), Precision.fp32, 1), (2, DDPConfig(comm_hook=CommHook.fp16), Precision.fp32, 1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "overrides", "precision", "parts"), STRATEGIES)
+@pytest.mark.parametrize(("ranks", "sync", "precision", "parts"), STRATEGIES)
 def test_quiet_steps_raise_no_alarm_with_any_strategy(
-    ranks: int, overrides: tuple[str, ...], precision: Precision, parts: int
+    ranks: int, sync: SyncConfig, precision: Precision, parts: int
 ) -> None:
-    assert on_ranks(ranks, quiet_steps, 30, overrides, precision, parts, deadline=120) == [30] * ranks
+    assert on_ranks(ranks, quiet_steps, 30, sync, precision, parts, deadline=120) == [30] * ranks
 
 
 def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int | None]:
     """Return whether gradients may differ by rounding, the number of good steps, and the rank that was named."""
-    with in_process_group(compose("device=cpu")) as world:
+    with in_process_group() as world:
         torch.set_num_threads(1 + world.rank)
         step = build(world, precision=precision)
         assert isinstance(step.check, GradientCheck)
@@ -163,7 +175,7 @@ def test_machines_that_round_differently_are_compared_within_a_bound(precision: 
 
 def overflowing_steps() -> tuple[bool, int]:
     """Return whether gradients of fp16 overflowed, and how many steps were checked, on machines that round apart."""
-    with in_process_group(compose("device=cpu")) as world:
+    with in_process_group() as world:
         torch.set_num_threads(1 + world.rank)
         step = build(world, precision=Precision.fp16)
         step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -178,12 +190,12 @@ def test_gradients_that_overflow_on_all_ranks_are_no_corruption() -> None:
 
 
 def test_steps_apart_are_not_compared() -> None:
-    assert on_ranks(2, quiet_steps, 10, ("sync=local_sgd", "sync.every_steps=4"), Precision.fp32, 1) == [9, 9]
+    assert on_ranks(2, quiet_steps, 10, LocalSGDConfig(every_steps=4), Precision.fp32, 1) == [9, 9]
 
 
 def check_after_resume() -> tuple[list[bool], list[bool]]:
     """Return whether a check is due after some steps of a resumed run, and whether batches arrive in their layout."""
-    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+    with in_process_group() as world:
         step = build(world)
         assert isinstance(step.check, GradientCheck)
         step.check.every_steps = 100
@@ -202,7 +214,7 @@ def test_a_resumed_run_is_checked_at_the_same_steps_in_the_same_layout() -> None
 
 
 def with_check(enabled: bool) -> list[float]:
-    with in_process_group(compose("num_threads=1", "device=cpu")) as world:
+    with in_process_group() as world:
         step = build(world)
         if not enabled:
             step.check = None

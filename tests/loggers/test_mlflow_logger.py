@@ -18,6 +18,7 @@ from ddp_trainer.loggers.mlflow_run import MlflowLogger, name_for
 @given(st.text() | st.text(alphabet="a/. @"))
 @example("train/loss")
 @example("a" * 249 + "/b")
+@example("\n")
 @example("é/ß:1 - _.x")
 def test_every_tag_becomes_a_name_that_mlflow_accepts(tag: str) -> None:
     from mlflow.exceptions import MlflowException
@@ -31,7 +32,8 @@ def test_every_tag_becomes_a_name_that_mlflow_accepts(tag: str) -> None:
         _validate_metric_name(tag)
     except MlflowException:
         return
-    assert len(tag) > 250 or name == tag, "a name that is good stays as it is"
+    is_good = len(tag) <= 250 and not tag.endswith("\n")  # whose check ends in $, which passes over such a newline
+    assert name == tag or not is_good, "a name that is good stays as it is"
 
 
 def record(folder: str, *, uri: str | None = None, **config: object) -> tuple[str, str, dict[str, str]]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from processes import forkserver, on_ranks, wait_for
-from runs import compose, in_process_group
+from runs import in_process_group
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError
@@ -116,7 +116,7 @@ def test_mistakes_begin_with_the_worst_and_have_some_of_each_pair() -> None:
 
 
 def _gathered(count: int) -> list[list[float]]:
-    with in_process_group(compose()) as world:
+    with in_process_group() as world:
         results = rows_of(*answers(count), batch=7, rank=world.rank, world_size=world.world_size)
         return results.gather(world).tolist()
 

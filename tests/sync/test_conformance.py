@@ -1,20 +1,30 @@
 """Conformance: with every strategy, at every world size, training is that of one process on the whole batch."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 import torch
 from processes import on_ranks
-from runs import TINY, compose, in_process_group
+from runs import in_process_group
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.models import LeNetConfig
+from ddp_trainer.config.sync import (
+    AllReduceConfig,
+    Bucket,
+    DDPConfig,
+    LocalSGDConfig,
+    ParameterServerConfig,
+    ReplicasConfig,
+    RingConfig,
+    SyncConfig,
+)
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.models import build_model
 from ddp_trainer.sync import build_sync
@@ -25,18 +35,18 @@ from ddp_trainer.sync.replicas import split_batch
 from ddp_trainer.sync.ring import ring_all_reduce
 from ddp_trainer.training.step import StepSettings, TrainStep
 
-STRATEGIES = [
-    ("sync=ddp",),
-    ("sync=ddp", "sync.bucket_cap_mb=1"),
-    ("sync=allreduce", "sync.bucket=flat"),
-    ("sync=allreduce", "sync.bucket=parameter"),
-    ("sync=ring",),
-    ("sync=parameter_server",),
-    ("sync=parameter_server", "sync.num_servers=ranks"),
-    ("sync=local_sgd", "sync.every_steps=1"),
-    ("sync=replicas", "sync.devices=ranks"),
-]
-"""The overrides that choose each strategy; all of them are held to the same law. ``ranks`` stands for W."""
+STRATEGIES: dict[str, Callable[[int], SyncConfig]] = {
+    "ddp": lambda ranks: DDPConfig(),
+    "ddp, buckets of 1 MiB": lambda ranks: DDPConfig(bucket_cap_mb=1),
+    "allreduce, flat": lambda ranks: AllReduceConfig(bucket=Bucket.flat),
+    "allreduce, parameter": lambda ranks: AllReduceConfig(bucket=Bucket.parameter),
+    "ring": lambda ranks: RingConfig(),
+    "parameter_server": lambda ranks: ParameterServerConfig(),
+    "parameter_server on each rank": lambda ranks: ParameterServerConfig(num_servers=ranks),
+    "local_sgd": lambda ranks: LocalSGDConfig(every_steps=1),
+    "replicas": lambda ranks: ReplicasConfig(devices=["cpu"] * ranks),
+}
+"""The config of each strategy for so many ranks, or replicas; all of them are held to the same law."""
 
 SHAPE, STEPS, GLOBAL_BATCH_SIZE = (1, 12, 12), 4, 13  # 13 divides by no number of ranks
 FROZEN = "0.weight"
@@ -44,8 +54,8 @@ WORLD_OF_ONE = World(
     rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"), backend="gloo", num_threads=1
 )
 Parameters = dict[str, np.ndarray]
-Case = tuple[tuple[str, ...], str]
-"""The overrides that choose a strategy, and the name of an optimizer."""
+Case = tuple[str, str]
+"""The names of a strategy and of an optimizer."""
 
 
 def lenet() -> nn.Module:
@@ -85,19 +95,14 @@ def train_alone(optimizer_name: str) -> Parameters:
     return parameters_of(model)
 
 
-def in_world() -> AbstractContextManager[World]:
-    return in_process_group(compose("num_threads=1", "device=cpu"))
-
-
-def train_shares(cases: list[Case]) -> dict[Case, list[Parameters]]:
+def train_shares(strategies: dict[str, SyncConfig]) -> dict[Case, list[Parameters]]:
     """Return, for each case, the parameters after training whole shares and in microbatches, and local gradients."""
     results = {}
-    with in_world() as world:
-        for overrides, optimizer_name in cases:
-            config = compose(*TINY, *overrides).sync
+    with in_process_group() as world:
+        for (name, config), optimizer_name in itertools.product(strategies.items(), OPTIMIZERS):
             whole, _ = train_share(build_sync(config, world), world, optimizer_name, accumulation_steps=1)
             parts = train_share(build_sync(config, world), world, optimizer_name, accumulation_steps=3)
-            results[overrides, optimizer_name] = [whole, *parts]
+            results[name, optimizer_name] = [whole, *parts]
     return results
 
 
@@ -132,30 +137,21 @@ def train_share(
 
 @functools.cache
 def together(processes: int, replicas: int) -> list[dict[Case, list[Parameters]]]:
-    """Return what all strategies make of it, by rank; `replicas` are those within one process."""
-    one_process = processes < replicas
-    strategies = [said for said in STRATEGIES if ("sync=replicas" in said) == one_process or processes == replicas]
-    cases = [(in_place(said, replicas), optimizer) for said in strategies for optimizer in OPTIMIZERS]
-    return on_ranks(processes, train_shares, cases, deadline=120)
+    """Return the results of the strategies that run in so many processes, by rank; `replicas`: those of one process."""
+    configs = {name: config(replicas) for name, config in STRATEGIES.items()}
+    in_one = processes < replicas
+    chosen = {name: config for name, config in configs.items() if replicas == 1 or config.single_process == in_one}
+    return on_ranks(processes, train_shares, chosen, deadline=120)
 
 
-def in_place(overrides: tuple[str, ...], ranks: int) -> tuple[str, ...]:
-    """Return `overrides` with W in place of the word ranks."""
-    devices = f"sync.devices=[{','.join(['cpu'] * ranks)}]"
-    said = {"sync.num_servers=ranks": f"sync.num_servers={ranks}", "sync.devices=ranks": devices}
-    return tuple(said.get(word, word) for word in overrides)
-
-
-@pytest.mark.parametrize("overrides", STRATEGIES, ids=" ".join)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_strategy_trains_as_one_process_on_the_whole_batch(
-    overrides: tuple[str, ...], ranks: int, optimizer_name: str
-) -> None:
-    if overrides[0] == "sync=local_sgd" and optimizer_name == "adamw":
+def test_a_strategy_trains_as_one_process_on_the_whole_batch(strategy: str, ranks: int, optimizer_name: str) -> None:
+    if strategy == "local_sgd" and optimizer_name == "adamw":
         return  # the mean of Adam's updates is not the update of the mean
-    processes = 1 if "sync=replicas" in overrides else ranks
-    answers = [found[in_place(overrides, ranks), optimizer_name] for found in together(processes, ranks)]
+    processes = 1 if strategy == "replicas" else ranks
+    answers = [found[strategy, optimizer_name] for found in together(processes, ranks)]
     for way in ("whole shares", "microbatches"):
         replicas: list[Parameters] = [answer[way == "microbatches"] for answer in answers]
         for name, expected in train_alone(optimizer_name).items():
@@ -174,7 +170,7 @@ def test_a_strategy_trains_as_one_process_on_the_whole_batch(
 
 def ring_sums(lengths: tuple[int, ...]) -> list[bytes]:
     sums = []
-    with in_world() as world:
+    with in_process_group() as world:
         for length in lengths:
             vector = torch.arange(length, dtype=torch.float32) + 10.0**world.rank
             ring_all_reduce(vector, rank=world.rank, world_size=world.world_size)
@@ -224,7 +220,7 @@ def buffers_of(model: nn.Module, moment: str) -> Parameters:
 
 
 def average() -> Parameters:
-    with in_world() as world:
+    with in_process_group() as world:
         model = normed(world.rank)
         before = buffers_of(model, "before")
         with averaged_statistics(model, world):
