@@ -140,9 +140,12 @@ QUICK = "from ddp_trainer import __main__; from ddp_trainer.performance import f
 def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tmp_path: Path) -> None:
     [job] = write_jobs(tmp_path, "check.fitness=true")
     nodes = [Node(port, rank, job, timeout=60, program=("-c", f"{QUICK}; __main__.main()")) for rank in (0, 1)]
-    while nodes[slow].process.poll() is None:
+    process = nodes[slow].process
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("node ")  # it has imported torch, and begins to measure
+    while process.poll() is None:
         for stop, seconds in ((signal.SIGSTOP, 0.25), (signal.SIGCONT, 0.05)):
-            nodes[slow].process.send_signal(stop)
+            process.send_signal(stop)
             time.sleep(seconds)
     ended = end_all(*nodes)
     assert [node.code for node in ended] == [1, 1]
