@@ -16,6 +16,7 @@ import torch
 from processes import launch, on_ranks, run_command, start_ranks, succeed, wait_for
 from runs import assert_bitwise, compose, newest_checkpoint, newest_step, read_summary, records, trained_state
 from torch import nn
+from torch.utils.data import Dataset
 
 from ddp_trainer import (
     Config,
@@ -260,13 +261,14 @@ def test_splits_that_do_not_fit_are_one_error(train: Any, evaluation: Any, messa
 
 @pytest.mark.usefixtures("own_registry")
 def test_memory_that_is_used_up_by_the_first_image_is_one_error() -> None:
-    class Large(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
+    class Large(Dataset[Any]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Any:
             raise MemoryError
 
-    register_dataset(
-        "mine", MineConfig, builder=lambda config: Datasets(train=Large([0]), eval=GOOD, class_names="abc")
-    )
+    register_dataset("mine", MineConfig, builder=lambda config: Datasets(train=Large(), eval=GOOD, class_names="abc"))
     with pytest.raises(ConfigError, match=r"^data=mine does not fit into the memory of this host: use a larger host$"):
         build_datasets(MineConfig())
 
