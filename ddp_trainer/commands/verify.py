@@ -30,8 +30,7 @@ from ddp_trainer.training.summary import Summary
 def main(words: Sequence[str]) -> None:
     """Print the result of each check; exit with 1 if a check has found damage, with 2 for wrong input."""
     if wants_help(words):
-        print(f"usage: {program()} verify RUN_DIR\n\n{(__doc__ or '').strip()}")
-        return
+        return print(f"usage: {program()} verify RUN_DIR\n\n{(__doc__ or '').strip()}")
     with errors_as_exit_codes():
         require(len(words) == 1, "verify takes one run directory: verify RUN_DIR")
         require_run_dir(Path(words[0]))

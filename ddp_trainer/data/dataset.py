@@ -89,18 +89,16 @@ def build_datasets(config: DataConfig) -> Datasets:
 
     Raises ConfigError if a file is missing or damaged, or the images do not fit the config.
     """
-    too_large = f"data={config.name} does not fit into the memory of this host: use a larger host"
     try:
         datasets = registry.build("data", config, returns=Datasets)
+        try:
+            datasets.check()
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"data={config.name}: {error}") from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        raise ConfigError(too_large) from error
-    try:
-        datasets.check()
-    except (MemoryError, RuntimeError, ValueError) as error:
-        reason = too_large if isinstance(error, MemoryError) else f"data={config.name}: {error}"
-        raise ConfigError(reason) from error
+        raise ConfigError(f"data={config.name} does not fit into the memory of this host: use a larger host") from error
     if config.validation_fraction:
         datasets = hold_out(datasets, config.validation_fraction)
     channels, height, width = datasets.image_shape
