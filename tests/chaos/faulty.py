@@ -8,12 +8,14 @@ With ``once`` it does not happen again after a restart by torchrun.
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from ddp_trainer.__main__ import main
 from ddp_trainer.checkpoint import store as checkpoint
@@ -64,6 +66,16 @@ def terminate_others() -> None:
         os.kill(rank, signal.SIGTERM)
 
 
+def wait_for_other_ranks() -> None:
+    """Wait until all ranks have imported torch, which on a busy machine may take longer than a short timeout."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.add("imported", 1)
+        while store.add("imported", 0) < ranks:
+            time.sleep(0.05)
+
+
 def signalled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` preceded by what happens, the first time."""
     waiting = [happen]
@@ -87,4 +99,5 @@ match WHERE:
         checkpoint.write_file = signalled(checkpoint.write_file)
     case _:
         TrainStep.__call__ = faulty_step
+wait_for_other_ranks()
 main()
