@@ -140,7 +140,7 @@ def forkserver() -> Any:
     """Return the multiprocessing context whose processes are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     modules = ["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "torchvision.models"]
-    context.set_forkserver_preload([*modules, "runs", "freeze"])  # not timm, which imports wandb
+    context.set_forkserver_preload([*modules, "runs", "gc_freeze"])  # not timm, which imports wandb
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # Python 3.11 passes no sys.path
         ensure_running()

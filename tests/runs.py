@@ -30,15 +30,17 @@ BATCHNORM = ("model=timm", "model.arch=test_resnet")
 
 
 ON_CPU = Config(device=Device.cpu, num_threads=1)
+"""The config of a process group for tests that train nothing with the whole trainer."""
 
 
 @lru_cache(maxsize=1)
 def _register(_choices: tuple[registry.Choice, ...]) -> None:
+    """Register the schemas with Hydra, again only if the choices have changed since the last call."""
     register_configs()
 
 
 def compose(*overrides: str) -> Config:
-    """Return the config that the command line would make of `overrides`. It takes 0.2 s: a rank that can gets one."""
+    """Return the config that the command line would make of `overrides`. It takes 0.2 s, so give configs to ranks."""
     check_overrides(overrides)
     _register(tuple(choice for group in registry.GROUPS for choice in registry.choices(group).values()))
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):

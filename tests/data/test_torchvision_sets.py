@@ -251,11 +251,9 @@ def test_an_unknown_test_split_is_one_error(tmp_path: Path) -> None:
         build_datasets(config("Food101", tmp_path, test_split="tset"))
 
 
-@pytest.mark.parametrize("dataset", ["CIFAR10", "Caltech101"])  # with the argument train, with neither
+@pytest.mark.parametrize("dataset", ["CIFAR10", "EMNIST", "Caltech101"])  # with train, train and split, neither
 def test_names_of_splits_for_a_set_without_them_are_one_error(dataset: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^data\.test_split=val: data\.dataset={dataset} has no splits with names: "
-    ):
+    with pytest.raises(ConfigError, match=rf"^data\.test_split=val: the splits of data\.dataset={dataset} are not"):
         build_datasets(TorchvisionDataConfig(dataset=dataset, root=str(tmp_path), test_split="val"))
 
 

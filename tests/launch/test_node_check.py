@@ -132,14 +132,21 @@ def test_a_rank_that_two_nodes_have_is_named(port: int) -> None:
     assert all("stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:])
 
 
-QUICK = "from ddp_trainer import __main__; from ddp_trainer.performance import fitness; fitness.SECONDS = 1.0"
+QUICK = """
+from ddp_trainer.distributed.environment import end_with_launcher
+end_with_launcher({"TORCHELASTIC_RUN_ID": ""})  # a node that is stopped would outlive tests that are killed
+from ddp_trainer import __main__
+from ddp_trainer.performance import fitness
+fitness.SECONDS = 1.0
+__main__.main()
+"""
 
 
 @pytest.mark.fault("a node that is slower than the others")
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tmp_path: Path) -> None:
     [job] = write_jobs(tmp_path, "check.fitness=true")
-    nodes = [Node(port, rank, job, timeout=60, program=("-c", f"{QUICK}; __main__.main()")) for rank in (0, 1)]
+    nodes = [Node(port, rank, job, timeout=60, program=("-c", QUICK)) for rank in (0, 1)]
     process = nodes[slow].process
     assert process.stdout is not None
     assert process.stdout.readline().startswith("node ")  # it has imported torch, and begins to measure

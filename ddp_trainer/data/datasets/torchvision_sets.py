@@ -68,13 +68,13 @@ def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[
     """Return the objects of `kind` for training and evaluation; the second is None if there is no such split.
 
     With data.validation_fraction, only the training split is opened, and returned twice. ConfigError if the config
-    names a split and `kind` has no argument `split`.
+    names a split, and the splits of `kind` are not chosen by name.
     """
     known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters if base is not object}
     named = [f"data.{key}={name}" for key in ("train_split", "test_split") if (name := getattr(config, key))]
     require(
         not named or ("split" in known and "train" not in known),
-        f"{' '.join(named)}: data.dataset={config.dataset} has no splits with names: leave out the key",
+        f"{' '.join(named)}: the splits of data.dataset={config.dataset} are not chosen by name: leave out the key",
     )
     options: dict[str, Any] = dict(config.arguments)
     if "download" in known:
