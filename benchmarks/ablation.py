@@ -1,10 +1,12 @@
-"""Measure what each optimization of the training step gains: the same job with one of them undone, interleaved.
+"""Measure what each optimization of the training step gains: the same job with one of them undone,
+interleaved.
 
     python benchmarks/ablation.py --model lenet --rounds 3
 
-Prints a Markdown table with medians over rounds: images per second, and their ratio to the defaults in the same round.
-The model, the data, the augmentation and the global batch are those of compare.py. The job runs on the CPU, on two
-ranks of one thread, and takes 400 steps (LeNet) or 8 (ResNet-18).
+Prints a Markdown table with medians over rounds: images per second, and their ratio to the defaults
+in the same round. The model, the data, the augmentation and the global batch are those of
+compare.py. The job runs on the CPU, on two ranks of one thread, and takes 400 steps (LeNet) or 8
+(ResNet-18).
 """
 
 import argparse
@@ -47,9 +49,9 @@ CHOICES = (
     Choice(
         name="foreach instead of fused SGD",
         patch=(
-            "from functools import partial; import ddp_trainer.training.optimizers as o; from torch.optim import SGD\n"
-            "def plain(*a, fused, **k): return SGD(*a, foreach=True, **k)\n"
-            "o.SGD = plain"
+            "from functools import partial; import ddp_trainer.training.optimizers as o; from"
+            " torch.optim import SGD\ndef plain(*a, fused, **k): return SGD(*a, foreach=True,"
+            " **k)\no.SGD = plain"
         ),
     ),
     Choice(
@@ -86,34 +88,64 @@ def rate(job: Job, choice: Choice) -> float:
         program = Path(folder) / "program.py"
         program.write_text(PROGRAM.format(patch=choice.patch))
         torchrun(
-            job, str(program), f"model={job.model}", "data=fashion_mnist", f"data.root={job.data}",
-            f"global_batch_size={job.global_batch_size}", f"max_steps={job.steps}", "epochs=100",
-            f"log_every_steps={job.window}", "data.augment.random_crop_padding=2", f"output_dir={folder}", "name=bench",
-            f"device={job.device}", "num_threads=1", *choice.overrides,
+            job,
+            str(program),
+            f"model={job.model}",
+            "data=fashion_mnist",
+            f"data.root={job.data}",
+            f"global_batch_size={job.global_batch_size}",
+            f"max_steps={job.steps}",
+            "epochs=100",
+            f"log_every_steps={job.window}",
+            "data.augment.random_crop_padding=2",
+            f"output_dir={folder}",
+            "name=bench",
+            f"device={job.device}",
+            "num_threads=1",
+            *choice.overrides,
             alike=False,
-        )  # fmt: skip
-        return json.loads((Path(folder) / "bench" / "summary.json").read_text())["images_per_second"]
+        )
+        return json.loads((Path(folder) / "bench" / "summary.json").read_text())[
+            "images_per_second"
+        ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=("lenet", "resnet18"), default="lenet")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", metavar="WORDS", help="measure the defaults and what has this in its name")
+    parser.add_argument(
+        "--only", metavar="WORDS", help="measure the defaults and what has this in its name"
+    )
     parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))
     options = parser.parse_args()
     steps, window = (400, 20) if options.model == "lenet" else (8, 1)
     job = Job(
-        model=options.model, ranks=2, global_batch_size=256, data=options.data, steps=steps, window=window,
-        precision="bf16", device="cpu",
-    )  # fmt: skip
-    chosen = [choice for choice in CHOICES if not options.only or choice is CHOICES[0] or options.only in choice.name]
+        model=options.model,
+        ranks=2,
+        global_batch_size=256,
+        data=options.data,
+        steps=steps,
+        window=window,
+        precision="bf16",
+        device="cpu",
+    )
+    chosen = [
+        choice
+        for choice in CHOICES
+        if not options.only or choice is CHOICES[0] or options.only in choice.name
+    ]
     rates: dict[str, list[float]] = {choice.name: [] for choice in chosen}
     for round_ in range(options.rounds):
         first = round_ % len(chosen)
         for choice in chosen[first:] + chosen[:first]:
             rates[choice.name].append(rate(job, choice))
-            print(f"{time.strftime('%H:%M:%S')} {choice.name}: {rates[choice.name][-1]:,.0f}", file=sys.stderr)
+            print(
+                f"{time.strftime('%H:%M:%S')} {choice.name}: {rates[choice.name][-1]:,.0f}",
+                file=sys.stderr,
+            )
     print(f"{job.model}, 2 ranks of one thread, global batch 256, {cpu_model()}\n")
     print("| | images/s | × the defaults (range of rounds) |\n|---|--:|--:|")
     base = rates[CHOICES[0].name]

@@ -1,10 +1,12 @@
-"""Measure what reports of ranks and the check for silent corruption cost: LeNet on 28×28 images, 2 ranks.
+"""Measure what reports of ranks and the check for silent corruption cost: LeNet on 28×28 images, 2
+ranks.
 
     python benchmarks/health_cost.py --rounds 60
 
-In one run, 100 steps (or --segment) without either, 100 with reports at every 20th step, and 100 with reports and one
-check follow each other, in turn. The difference of their times shows all that either costs, with the noise of the
-machine; the time inside of their functions, over that of the steps, shows most of it without.
+In one run, 100 steps (or --segment) without either, 100 with reports at every 20th step, and 100
+with reports and one check follow each other, in turn. The difference of their times shows all that
+either costs, with the noise of the machine; the time inside of their functions, over that of the
+steps, shows most of it without.
 """
 
 import argparse
@@ -24,15 +26,20 @@ SEGMENT = 100
 
 
 def install(folder: Path, segment: int) -> None:
-    """Make the run change its ways every `segment` steps, and note the seconds of each segment; for a plug-in."""
+    """Make the run change its ways every `segment` steps, and note the seconds of each segment; for
+    a plug-in.
+    """
     from torch import Tensor
 
     from ddp_trainer.health.rank_reports import NUM_SENSORS, RankReports
     from ddp_trainer.training.gradient_check import GradientCheck
     from ddp_trainer.training.step import TrainStep
 
-    own, add, take_step = RankReports.own, RankReports.add, TrainStep.__call__
-    watch, compare = GradientCheck.watch, GradientCheck.compare
+    own = RankReports.own
+    add = RankReports.add
+    take_step = TrainStep.__call__
+    watch = GradientCheck.watch
+    compare = GradientCheck.compare
     state = {"kind": 0, "wall": 0.0, "cpu": 0.0, "inside": 0.0}
     output = (folder / f"{os.environ['RANK']}.jsonl").open("w", buffering=1)
 
@@ -48,12 +55,15 @@ def install(folder: Path, segment: int) -> None:
     def switched_own(self: RankReports) -> list[float]:
         return timed(own)(self) if state["kind"] else [0.0] * NUM_SENSORS
 
-    def switched_add(self: RankReports, numbers: Tensor, step: int, epoch: int) -> dict[str, float | str]:
+    def switched_add(
+        self: RankReports, numbers: Tensor, step: int, epoch: int
+    ) -> dict[str, float | str]:
         return timed(add)(self, numbers, step, epoch) if state["kind"] else {}
 
     def switched_step(self: TrainStep, *batch: Tensor) -> Tensor:
         if self.count % segment == 0:
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             numbers = [state["kind"], wall - state["wall"], cpu - state["cpu"], state["inside"]]
             output.write(json.dumps(numbers) + "\n")
             kind = self.count // segment % 3
@@ -66,13 +76,19 @@ def install(folder: Path, segment: int) -> None:
             self.check.checked = 10**9
         return take_step(self, *batch)
 
-    GradientCheck.watch, GradientCheck.compare = timed(watch), timed(compare)  # type: ignore
-    RankReports.own, RankReports.add, TrainStep.__call__ = switched_own, switched_add, switched_step  # type: ignore
+    GradientCheck.watch = timed(watch)
+    GradientCheck.compare = timed(compare)
+    # type: ignore
+    RankReports.own = switched_own
+    RankReports.add = switched_add
+    TrainStep.__call__ = switched_step  # type: ignore[method-assign]
 
 
 def main() -> None:
     """Train, and print the median cost of each kind over the one before it in the same round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--segment", type=int, default=SEGMENT, help="steps of a segment [100]")
@@ -81,23 +97,66 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         plugin = Path(name) / "switching.py"
         plugin.write_text(
-            f"from pathlib import Path\nfrom health_cost import install\ninstall(Path({name!r}), {options.segment})\n"
+            f"from pathlib import Path\nfrom health_cost import install\ninstall(Path({name!r}),"
+            f" {options.segment})\n"
         )
-        paths = os.pathsep.join([name, str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-        words = [f"model={options.model}", "data=synthetic", "data.height=28", "data.width=28",
-                 "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]", f"data.num_train={options.batch * 1000}",
-                 "data.num_eval=200", f"output_dir={name}", "name=run", "device=cpu",
-                 f"global_batch_size={options.batch}", "epochs=1000000", "log_every_steps=20", "eval_batch_size=1000",
-                 f"max_steps={3 * options.segment * (options.rounds + 1) + 1}"]  # fmt: skip
+        paths = os.pathsep.join(
+            [name, str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+        )
+        words = [
+            f"model={options.model}",
+            "data=synthetic",
+            "data.height=28",
+            "data.width=28",
+            "data.channels=1",
+            "data.mean=[0.5]",
+            "data.std=[0.25]",
+            f"data.num_train={options.batch * 1000}",
+            "data.num_eval=200",
+            f"output_dir={name}",
+            "name=run",
+            "device=cpu",
+            f"global_batch_size={options.batch}",
+            "epochs=1000000",
+            "log_every_steps=20",
+            "eval_batch_size=1000",
+            f"max_steps={3 * options.segment * (options.rounds + 1) + 1}",
+        ]
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_trainer",
-             *words], check=True, stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": paths, "DDP_TRAINER_PLUGINS": "switching", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        ranks = [[json.loads(line) for line in (Path(name) / f"{rank}.jsonl").open()][4:] for rank in (0, 1)]
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node=2",
+                "-m",
+                "ddp_trainer",
+                *words,
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env=os.environ
+            | {
+                "PYTHONPATH": paths,
+                "DDP_TRAINER_PLUGINS": "switching",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        ranks = [
+            [json.loads(line) for line in (Path(name) / f"{rank}.jsonl").open()][4:]
+            for rank in (0, 1)
+        ]
     for kind in (1, 2):
-        shares = [inside / wall for segments in ranks for number, wall, _, inside in segments if number == kind]
-        print(f"time inside, {KINDS[kind]}: {statistics.median(shares):.2%} of the steps (n = {len(shares)})")
+        shares = [
+            inside / wall
+            for segments in ranks
+            for number, wall, _, inside in segments
+            if number == kind
+        ]
+        print(
+            f"time inside, {KINDS[kind]}: {statistics.median(shares):.2%} of the steps (n ="
+            f" {len(shares)})"
+        )
     for place, what in ((1, "wall time"), (2, "processor time")):
         for kind in (1, 2):
             ratios = []
@@ -107,8 +166,10 @@ def main() -> None:
                     seconds = {number: values[place - 1] for number, *values in one}
                     ratios.append(seconds[kind] / seconds[kind - 1] - 1)
             low, middle, high = statistics.quantiles(ratios, n=4)
-            print(f"{what}, {KINDS[kind]} over {KINDS[kind - 1]}: {middle:+.2%} ({low:+.2%} to {high:+.2%}, "
-                  f"n = {len(ratios)})")  # fmt: skip
+            print(
+                f"{what}, {KINDS[kind]} over {KINDS[kind - 1]}: {middle:+.2%} ({low:+.2%} to"
+                f" {high:+.2%}, n = {len(ratios)})"
+            )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Read a folder of photographs through ddp_trainer and through other loaders, interleaved, and print their speed.
+"""Read a folder of photographs through ddp_trainer and through other loaders, interleaved, and
+print their speed.
 
     python benchmarks/image_pipelines.py
 
-The photographs are parts of those in Debian's packages mate-backgrounds and ukui-wallpapers: 2,112 JPEGs of 500×375
-pixels. Every pipeline gives batches of 64 random parts of them, scaled to 224×224 pixels, with two workers. A round
-runs each pipeline once, in a process of its own, and measures its second epoch. By then the workers have started, and
-ddp_trainer has built its cache and compared the checksum of each image that it has read from there. The pipelines give
-float32 images, mirrored at random and normalized on the CPU, or uint8 images that are not normalized. The uint8 images
-of torchvision are mirrored at random; those of ddp_trainer are not, because a training mirrors and normalizes them on
-its device.
+The photographs are parts of those in Debian's packages mate-backgrounds and ukui-wallpapers: 2,112
+JPEGs of 500×375 pixels. Every pipeline gives batches of 64 random parts of them, scaled to 224×224
+pixels, with two workers. A round runs each pipeline once, in a process of its own, and measures its
+second epoch. By then the workers have started, and ddp_trainer has built its cache and compared the
+checksum of each image that it has read from there. The pipelines give float32 images, mirrored at
+random and normalized on the CPU, or uint8 images that are not normalized. The uint8 images of
+torchvision are mirrored at random; those of ddp_trainer are not, because a training mirrors and
+normalizes them on its device.
 """
 
 import argparse
@@ -34,14 +36,23 @@ from torchvision.transforms import v2
 
 PACKAGES = ("mate-backgrounds", "ukui-wallpapers")
 SOURCE = Path("/usr/share/backgrounds")
-COUNT, CLASSES, WIDTH, HEIGHT, QUALITY = 2112, 8, 500, 375, 96
-SIZE, BATCH_SIZE, WORKERS = 224, 64, 2
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+COUNT = 2112
+CLASSES = 8
+WIDTH = 500
+HEIGHT = 375
+QUALITY = 96
+SIZE = 224
+BATCH_SIZE = 64
+WORKERS = 2
+MEAN = [0.485, 0.456, 0.406]
+STD = [0.229, 0.224, 0.225]
 REFERENCE = "torchvision's reference"
 
 
 def write_photos(folder: Path) -> None:
-    """Write `COUNT` JPEGs: random parts of Debian's photographs, of a quarter to all of their width."""
+    """Write `COUNT` JPEGs: random parts of Debian's photographs, of a quarter to all of their
+    width.
+    """
     sources = sorted(SOURCE.rglob("*.jpg"))
     if not sources:
         sys.exit(f"there are no photographs in {SOURCE}: apt-get install {' '.join(PACKAGES)}")
@@ -54,13 +65,14 @@ def write_photos(folder: Path) -> None:
         for part in range(number, COUNT, len(sources)):
             width = int(min(photo.width, photo.height * WIDTH / HEIGHT) * chance.uniform(0.25, 1))
             height = width * HEIGHT // WIDTH
-            left, top = chance.randint(0, photo.width - width), chance.randint(0, photo.height - height)
+            left = chance.randint(0, photo.width - width)
+            top = chance.randint(0, photo.height - height)
             box = (left, top, left + width, top + height)
             small = photo.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS, box=box)
             small.save(target / f"{part}.jpg", quality=QUALITY)
 
 
-# --- pipelines: each returns a function that iterates over an epoch and yields batches of images ----
+# --- pipelines: each returns a function that iterates over an epoch and yields batches of images --
 
 Epoch = Callable[[], Iterable[torch.Tensor]]
 
@@ -71,9 +83,13 @@ def torchvision_loader(folder: Path, *, to_float: bool) -> DataLoader[Any]:
     crop = v2.RandomResizedCrop(SIZE, scale=(0.25, 1.0), antialias=True)
     transform = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor(), *end])
     return DataLoader(
-        datasets.ImageFolder(str(folder / "train"), transform), BATCH_SIZE, shuffle=True, drop_last=True,
-        num_workers=WORKERS, persistent_workers=True,
-    )  # fmt: skip
+        datasets.ImageFolder(str(folder / "train"), transform),
+        BATCH_SIZE,
+        shuffle=True,
+        drop_last=True,
+        num_workers=WORKERS,
+        persistent_workers=True,
+    )
 
 
 def torchvision_reference(folder: Path, cache_dir: Path) -> Epoch:
@@ -90,11 +106,22 @@ def timm_loader(folder: Path, cache_dir: Path) -> Epoch:
     """The loader of timm's train.py, without the augmentation that the others do not have."""
     from timm.data import create_dataset, create_loader
 
-    dataset: Any = create_dataset("", root=str(folder), split="train", is_training=True, batch_size=BATCH_SIZE)
+    dataset: Any = create_dataset(
+        "", root=str(folder), split="train", is_training=True, batch_size=BATCH_SIZE
+    )
     loader = create_loader(
-        dataset, (3, SIZE, SIZE), BATCH_SIZE, is_training=True, scale=(0.25, 1.0), color_jitter=0.0, hflip=0.5,
-        interpolation="bilinear", num_workers=WORKERS, persistent_workers=True, device=torch.device("cpu"),
-    )  # fmt: skip
+        dataset,
+        (3, SIZE, SIZE),
+        BATCH_SIZE,
+        is_training=True,
+        scale=(0.25, 1.0),
+        color_jitter=0.0,
+        hflip=0.5,
+        interpolation="bilinear",
+        num_workers=WORKERS,
+        persistent_workers=True,
+        device=torch.device("cpu"),
+    )
     return lambda: (images for images, _ in loader)
 
 
@@ -115,11 +142,16 @@ def lightning_trainer(folder: Path, cache_dir: Path) -> Epoch:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     counts: list[int] = []
-    loader, model = torchvision_loader(folder, to_float=True), OneWeight()
+    loader = torchvision_loader(folder, to_float=True)
+    model = OneWeight()
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu",
+        max_epochs=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
 
     def epoch() -> Iterable[torch.Tensor]:
         counts.clear()
@@ -142,23 +174,35 @@ def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
 
     keep_freed_memory()  # as a training on a CPU does
     data = ImageFolderConfig(
-        root=str(folder), validation_fraction=0.01, num_workers=WORKERS, cache=Cache[cache], cache_dir=str(cache_dir)
+        root=str(folder),
+        validation_fraction=0.01,
+        num_workers=WORKERS,
+        cache=Cache[cache],
+        cache_dir=str(cache_dir),
     )
     with process_group(Environment(), **Config(data=data, num_threads=1).process_group) as world:
         loader = build_loaders(
-            build_datasets(data), data, world=world, seed=0, global_batch_size=BATCH_SIZE,
-            eval_batch_size=BATCH_SIZE, memory_format=torch.channels_last,
-        ).train  # fmt: skip
+            build_datasets(data),
+            data,
+            world=world,
+            seed=0,
+            global_batch_size=BATCH_SIZE,
+            eval_batch_size=BATCH_SIZE,
+            memory_format=torch.channels_last,
+        ).train
 
     def epoch() -> Iterable[torch.Tensor]:
         sampler = loader.sampler
         sampler.set_epoch(sampler.epoch + 1)
         if to_float:
             return (batch.images for batch in loader)
-        order, draws = sampler.order(), loader.augmentation.draw(sampler.length, epoch=sampler.epoch).crops
+        order = sampler.order()
+        draws = loader.augmentation.draw(sampler.length, epoch=sampler.epoch).crops
         assert draws is not None
         shares = [sampler.positions(step) for step in range(sampler.steps_per_epoch)]
-        batches = loader.reader.read((order[share] for share in shares), (draws[share] for share in shares))
+        batches = loader.reader.read(
+            (order[share] for share in shares), (draws[share] for share in shares)
+        )
         return (images for images, _ in batches)
 
     return epoch
@@ -171,19 +215,28 @@ PIPELINES: dict[str, Callable[[Path, Path], Epoch]] = {
     "timm's": timm_loader,
     "ddp_trainer": lambda folder, cache: ours(folder, cache, cache="none", to_float=True),
     "ddp_trainer, uint8": lambda folder, cache: ours(folder, cache, cache="none", to_float=False),
-    "ddp_trainer with its cache": lambda folder, cache: ours(folder, cache, cache="uint8", to_float=True),
-    "ddp_trainer with its cache, uint8": lambda folder, cache: ours(folder, cache, cache="uint8", to_float=False),
+    "ddp_trainer with its cache": lambda folder, cache: ours(
+        folder, cache, cache="uint8", to_float=True
+    ),
+    "ddp_trainer with its cache, uint8": lambda folder, cache: ours(
+        folder, cache, cache="uint8", to_float=False
+    ),
 }
 
 
-# --- measurement ------------------------------------------------------------------------------------
+# --- measurement ----------------------------------------------------------------------------------
 
 
 def cpu_seconds(pid: int | str = "self") -> float:
     """Return the CPU time of a process and of those that it has started, ended or not."""
     root = Path(f"/proc/{pid}")
-    times = (root / "stat").read_text().rpartition(")")[2].split()[11:15]  # of its own, and of those that have ended
-    children = [child for task in (root / "task").iterdir() for child in (task / "children").read_text().split()]
+    # of its own, and of those that have ended
+    times = (root / "stat").read_text().rpartition(")")[2].split()[11:15]
+    children = [
+        child
+        for task in (root / "task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
 
 
@@ -195,18 +248,31 @@ def measure(name: str, folder: Path, cache_dir: Path) -> dict[str, float]:
     epoch = PIPELINES[name](folder, cache_dir)
     for images in epoch():
         assert images.shape[1:] == (3, SIZE, SIZE)
-    began, used, count = time.perf_counter(), cpu_seconds(), 0
+    began = time.perf_counter()
+    used = cpu_seconds()
+    count = 0
     for images in epoch():
         count += len(images)
-    return {"per second": count / (time.perf_counter() - began), "per CPU-second": count / (cpu_seconds() - used)}
+    return {
+        "per second": count / (time.perf_counter() - began),
+        "per CPU-second": count / (cpu_seconds() - used),
+    }
 
 
-def run_rounds(names: list[str], folder: Path, cache_dir: Path, *, rounds: int) -> dict[str, list[dict[str, float]]]:
+def run_rounds(
+    names: list[str], folder: Path, cache_dir: Path, *, rounds: int
+) -> dict[str, list[dict[str, float]]]:
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            command = [sys.executable, __file__, f"--pipeline={name}", f"--folder={folder}", f"--cache-dir={cache_dir}"]
+            command = [
+                sys.executable,
+                __file__,
+                f"--pipeline={name}",
+                f"--folder={folder}",
+                f"--cache-dir={cache_dir}",
+            ]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
         print(f"  round {number + 1} of {rounds}", flush=True)
@@ -214,12 +280,19 @@ def run_rounds(names: list[str], folder: Path, cache_dir: Path, *, rounds: int) 
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """Return a table in Markdown: medians, and the ratios of each round to the reference of that round."""
-    lines = ["| pipeline | images/s | × (min–max) | per CPU-second | × (min–max) |", "|---|--:|--:|--:|--:|"]
+    """Return a table in Markdown: medians, and the ratios of each round to the reference of that
+    round.
+    """
+    lines = [
+        "| pipeline | images/s | × (min–max) | per CPU-second | × (min–max) |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for name, rounds in results.items():
         cells = []
         for key in ("per second", "per CPU-second"):
-            ratios = [own[key] / other[key] for own, other in zip(rounds, results[REFERENCE], strict=True)]
+            ratios = [
+                own[key] / other[key] for own, other in zip(rounds, results[REFERENCE], strict=True)
+            ]
             cells.append(f"{statistics.median(values[key] for values in rounds):,.0f}")
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})")
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -232,10 +305,15 @@ def draw(results: dict[str, list[dict[str, float]]], path: Path) -> None:
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    values = {name: [result["per CPU-second"] for result in rounds] for name, rounds in reversed(results.items())}
+    values = {
+        name: [result["per CPU-second"] for result in rounds]
+        for name, rounds in reversed(results.items())
+    }
     medians = [statistics.median(value) for value in values.values()]
-    ends = [[m - min(v) for m, v in zip(medians, values.values(), strict=True)],
-            [max(v) - m for m, v in zip(medians, values.values(), strict=True)]]  # fmt: skip
+    ends = [
+        [m - min(v) for m, v in zip(medians, values.values(), strict=True)],
+        [max(v) - m for m, v in zip(medians, values.values(), strict=True)],
+    ]
     colors = ["#2a78b5" if name.startswith("ddp_trainer") else "#9aa5ad" for name in values]
     bars = axes.barh(list(values), medians, xerr=ends, color=colors, capsize=2)
     axes.bar_label(bars, [f"{median:,.0f}" for median in medians], padding=6)
@@ -246,22 +324,34 @@ def draw(results: dict[str, list[dict[str, float]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--pipeline", choices=PIPELINES, help="run only this one, once, and print its figures as JSON")
-    parser.add_argument("--folder", type=Path, help="the photographs; made in a temporary folder unless given")
+    parser.add_argument(
+        "--pipeline",
+        choices=PIPELINES,
+        help="run only this one, once, and print its figures as JSON",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="the photographs; made in a temporary folder unless given"
+    )
     parser.add_argument("--cache-dir", type=Path)
     parser.add_argument("--picture", type=Path, help="draw the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder, cache_dir = options.folder or Path(scratch) / "photos", options.cache_dir or Path(scratch) / "cache"
+        folder = options.folder or Path(scratch) / "photos"
+        cache_dir = options.cache_dir or Path(scratch) / "cache"
         if not folder.is_dir():
             write_photos(folder)
         if options.pipeline:
             print(json.dumps(measure(options.pipeline, folder, cache_dir)))
             return
         size = sum(path.stat().st_size for path in folder.rglob("*.jpg")) / COUNT / 1e3
-        print(f"{COUNT:,} JPEGs of {WIDTH}×{HEIGHT} pixels and {size:.0f} KB, torch {torch.__version__}")
+        print(
+            f"{COUNT:,} JPEGs of {WIDTH}×{HEIGHT} pixels and {size:.0f} KB, torch"
+            f" {torch.__version__}"
+        )
         results = run_rounds(list(PIPELINES), folder, cache_dir, rounds=options.rounds)
         print(table(results))
         if options.picture:

@@ -1,10 +1,12 @@
-"""Measure the strategies between two hosts, over links of several speeds, and compare with the prediction of plan.
+"""Measure the strategies between two hosts, over links of several speeds, and compare with the
+prediction of plan.
 
-    sudo .venv/bin/python benchmarks/over_links.py --model resnet18 --batch 64 --links 200mbit,1gbit,unshaped
+    sudo .venv/bin/python benchmarks/over_links.py --model resnet18 --batch 64 --links
+    200mbit,1gbit,unshaped
 
-The hosts are network namespaces of this machine, with one rank of one thread each; tc limits the speed of their links.
-For each link the command plan measures computing and messages and predicts the step time; then the command benchmark
-measures it.
+The hosts are network namespaces of this machine, with one rank of one thread each; tc limits the
+speed of their links. For each link the command plan measures computing and messages and predicts
+the step time; then the command benchmark measures it.
 """
 
 import argparse
@@ -33,31 +35,52 @@ def torchrun_on_both(hosts: Hosts, folder: Path, words: list[str]) -> None:
         hosts.start(
             rank,
             [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}",
-                "--nproc-per-node=1", f"--master-addr={hosts.address(0)}", "--master-port=29400",
-                f"--local-addr={hosts.address(rank)}", *words,
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                f"--node-rank={rank}",
+                "--nproc-per-node=1",
+                f"--master-addr={hosts.address(0)}",
+                "--master-port=29400",
+                f"--local-addr={hosts.address(rank)}",
+                *words,
             ],
-            log, OMP_NUM_THREADS="1",
+            log,
+            OMP_NUM_THREADS="1",
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     deadline = time.monotonic() + DEADLINE_SECONDS
     codes = [node.wait(max(1, deadline - time.monotonic())) for node in nodes]
     if any(codes):
         sys.exit(f"{words}: exit codes {codes}\n{log.read_text()}")
 
 
-def measure(link: str, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return the benchmark's rows over `link`, and the predicted milliseconds of a step by strategy."""
+def measure(
+    link: str, arguments: argparse.Namespace
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Return the benchmark's rows over `link`, and the predicted milliseconds of a step by
+    strategy.
+    """
     rate = None if link == "unshaped" else link
     with tempfile.TemporaryDirectory() as name, Hosts(2, rate=rate) as hosts:
         folder = Path(name)
         overrides = [
-            f"model={arguments.model}", "data=fashion_mnist", f"global_batch_size={arguments.batch}", "num_threads=1",
-            f"output_dir={folder}", "name=run", "timeout_seconds=600",
-        ]  # fmt: skip
+            f"model={arguments.model}",
+            "data=fashion_mnist",
+            f"global_batch_size={arguments.batch}",
+            "num_threads=1",
+            f"output_dir={folder}",
+            "name=run",
+            "timeout_seconds=600",
+        ]
         torchrun_on_both(hosts, folder, ["-m", "ddp_trainer", "plan", "ranks=2", *overrides])
-        options = [f"rounds={arguments.rounds}", f"steps={arguments.steps}", f"strategies={arguments.strategies}"]
+        options = [
+            f"rounds={arguments.rounds}",
+            f"steps={arguments.steps}",
+            f"strategies={arguments.strategies}",
+        ]
         torchrun_on_both(hosts, folder, ["-m", "ddp_trainer", "benchmark", *options, *overrides])
         planned = json.loads((folder / "plan-run" / "plan.json").read_text())["predictions"]
         rows = json.loads((folder / "benchmark-run" / "benchmark.json").read_text())["rows"]
@@ -65,7 +88,9 @@ def measure(link: str, arguments: argparse.Namespace) -> tuple[list[dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--batch", type=int, default=64, help="global, over both hosts")
     parser.add_argument("--links", default="200mbit,1gbit,unshaped")
@@ -75,16 +100,23 @@ def main() -> None:
     arguments = parser.parse_args()
     if not can_make_hosts():
         sys.exit(NEEDS)
-    print(f"{arguments.model}, {arguments.batch // 2} images per rank, {platform.processor() or platform.machine()}, "
-          f"torch {torch.__version__}\n")  # fmt: skip
-    print("| link | sync | step ms (median) | × ddp (range) | predicted ms | error |\n|---|---|---|---|---|---|")
+    print(
+        f"{arguments.model}, {arguments.batch // 2} images per rank,"
+        f" {platform.processor() or platform.machine()}, torch {torch.__version__}\n"
+    )
+    print(
+        "| link | sync | step ms (median) | × ddp (range) | predicted ms | error"
+        " |\n|---|---|---|---|---|---|"
+    )
     for link in arguments.links.split(","):
         rows, planned = measure(link, arguments)
         for row in rows:
             ratio = f"{row['relative']:.2f} ({row['relative_min']:.2f}–{row['relative_max']:.2f})"
             predicted = planned.get(row["name"])
             cells = (
-                "| – | – |" if predicted is None else f"| {predicted:,.0f} | {predicted / row['step_ms'] - 1:+.0%} |"
+                "| – | – |"
+                if predicted is None
+                else f"| {predicted:,.0f} | {predicted / row['step_ms'] - 1:+.0%} |"
             )
             print(f"| {link} | {row['name']} | {row['step_ms']:,.0f} | {ratio} {cells}", flush=True)
 

@@ -1,11 +1,12 @@
-"""Classify the same photographs with ``predict`` and with ``evaluate``, in interleaved rounds, and print both speeds.
+"""Classify the same photographs with ``predict`` and with ``evaluate``, in interleaved rounds, and
+print both speeds.
 
     python benchmarks/prediction.py
 
-Each command runs in one process of its own and prints its own speed. Both begin to measure before the first batch is
-read. ``predict`` measures until it has printed its last line, ``evaluate`` until its last batch, before it writes its
-files. The photographs are those of image_pipelines.py. The small model shows the cost of reading and writing, the large
-one that of a forward pass.
+Each command runs in one process of its own and prints its own speed. Both begin to measure before
+the first batch is read. ``predict`` measures until it has printed its last line, ``evaluate`` until
+its last batch, before it writes its files. The photographs are those of image_pipelines.py. The
+small model shows the cost of reading and writing, the large one that of a forward pass.
 """
 
 import json
@@ -27,7 +28,9 @@ MODELS = {
 
 def run(*words: str) -> str:
     """Run a command of ddp_trainer and return its output; that of predict is dropped."""
-    done = subprocess.run([sys.executable, "-m", "ddp_trainer", *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_trainer", *words], capture_output=True, text=True, check=True
+    )
     return done.stderr if words[0] == "predict" else done.stdout
 
 
@@ -39,14 +42,38 @@ def rate(output: str) -> float:
 def measure(folder: Path, words: tuple[str, ...]) -> dict[str, list[float]]:
     """Return the images per second of both commands in each round."""
     name = words[0].partition("=")[2]
-    run("train", *words, "data=imagefolder", f"data.root={folder}", "data.validation_fraction=0.5", "max_steps=1",
-        "global_batch_size=64", f"data.cache_dir={folder}", f"output_dir={folder}", f"name={name}",
-        "precision=fp32", "logger=[]")  # fmt: skip
-    run_dir, rates = str(folder / name), {"evaluate": [], "predict": []}
+    run(
+        "train",
+        *words,
+        "data=imagefolder",
+        f"data.root={folder}",
+        "data.validation_fraction=0.5",
+        "max_steps=1",
+        "global_batch_size=64",
+        f"data.cache_dir={folder}",
+        f"output_dir={folder}",
+        f"name={name}",
+        "precision=fp32",
+        "logger=[]",
+    )
+    run_dir = str(folder / name)
+    rates = {"evaluate": [], "predict": []}
     for _ in range(ROUNDS):
-        rates["evaluate"].append(rate(run("evaluate", run_dir, "checkpoint=last", f"data.root={folder / 'train'}",
-                                          "split=test", "eval_batch_size=64")))  # fmt: skip
-        rates["predict"].append(rate(run("predict", run_dir, str(folder / "train"), "checkpoint=last")))
+        rates["evaluate"].append(
+            rate(
+                run(
+                    "evaluate",
+                    run_dir,
+                    "checkpoint=last",
+                    f"data.root={folder / 'train'}",
+                    "split=test",
+                    "eval_batch_size=64",
+                )
+            )
+        )
+        rates["predict"].append(
+            rate(run("predict", run_dir, str(folder / "train"), "checkpoint=last"))
+        )
     return rates
 
 
@@ -57,8 +84,11 @@ def main() -> None:
             rates = measure(Path(name), words)
             ratios = [p / e for e, p in zip(rates["evaluate"], rates["predict"], strict=True)]
             medians = {command: statistics.median(values) for command, values in rates.items()}
-            print(f"{model}: {json.dumps(medians)} img/s, predict / evaluate {statistics.median(ratios):.2f} "
-                  f"({min(ratios):.2f}–{max(ratios):.2f})", flush=True)  # fmt: skip
+            print(
+                f"{model}: {json.dumps(medians)} img/s, predict / evaluate"
+                f" {statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""A plug-in that slows one rank down while training: the file SLOWDOWN holds ``phase rank seconds`` or ``none``.
+"""A plug-in that slows one rank down while training: the file SLOWDOWN holds ``phase rank seconds``
+or ``none``.
 
-The times by which ranks are compared are written to blocks.jsonl beside it, so that other constants can be tried.
+The times by which ranks are compared are written to blocks.jsonl beside it, so that other constants
+can be tried.
 """
 
 import json
@@ -26,7 +28,11 @@ with Path(os.environ["SLOWDOWN"]).open("r+b") as file:
 def wait_in(phase: str) -> None:
     """Wait if this rank is to be slow in `phase`."""
     words = control[:SIZE].split()
-    if words[0] != b"none" and words[0].decode() == phase and int(words[1]) == int(os.environ["RANK"]):
+    if (
+        words[0] != b"none"
+        and words[0].decode() == phase
+        and int(words[1]) == int(os.environ["RANK"])
+    ):
         time.sleep(float(words[2]))
 
 
@@ -43,7 +49,9 @@ class SlowBackward(torch.autograd.Function):
         return gradients
 
 
-take_step, loss_of, batches_of = TrainStep.__call__, TrainStep.loss, TrainLoader.__iter__
+take_step = TrainStep.__call__
+loss_of = TrainStep.loss
+batches_of = TrainLoader.__iter__
 add_times = StragglerFinder.add
 
 
@@ -71,5 +79,7 @@ def recorded_add(self: StragglerFinder, seconds: Tensor, *, begin: int) -> None:
         file.write(json.dumps([begin, seconds.tolist()]) + "\n")
 
 
-TrainStep.__call__, TrainStep.loss, TrainLoader.__iter__ = counted_step, slow_loss, slow_batches  # type: ignore
+TrainStep.__call__ = counted_step  # type: ignore[method-assign]
+TrainStep.loss = slow_loss  # type: ignore[method-assign]
+TrainLoader.__iter__ = slow_batches
 StragglerFinder.add = recorded_add  # type: ignore

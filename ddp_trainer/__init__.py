@@ -41,7 +41,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return the public object `name`, imported at its first use so that ``--help`` does not import torch."""
+    """Return the public object `name`, imported at its first use so that ``--help`` does not import
+    torch.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ddp_trainer.{_MODULES[name]}"), name)

@@ -1,4 +1,6 @@
-"""The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m ddp_trainer …``."""
+"""The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m
+ddp_trainer …``.
+"""
 
 import faulthandler
 import signal
@@ -16,15 +18,18 @@ from ddp_trainer.distributed.environment import end_with_launcher, limit_spinnin
 def main() -> None:
     """Run the command that ``sys.argv`` names, or `train` if ``sys.argv`` names no command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # SIGINT ends the process until a training handles it, because some imports ignore a KeyboardInterrupt.
+        # SIGINT ends the process until a training handles it, because some imports ignore a
+        # KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: a name may hold bytes that are not UTF-8
+        # like stderr: a name may hold bytes that are not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
     if command in ("", "train"):
-        faulthandler.register(signal.SIGQUIT, file=2)  # to stderr, until the job collects the stacks of all ranks
+        # to stderr, until the job collects the stacks of all ranks
+        faulthandler.register(signal.SIGQUIT, file=2)
     from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
 
     with errors_as_exit_codes():
@@ -35,16 +40,22 @@ def main() -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command and the words after it; exit with 2 if the first word is an unknown command.
+    """Return the command and the words after it; exit with 2 if the first word is an unknown
+    command.
 
-    The command is "" if there are no words, or if the first word is an option (--help) or an override (key=value).
+    The command is "" if there are no words, or if the first word is an option (--help) or an
+    override (key=value).
     """
     if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
         return "", list(words)
     if words[0] in COMMANDS:
         return words[0], list(words[1:])
     near = get_close_matches(words[0], COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}, or set a key with key=value"
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"choose from {', '.join(COMMANDS)}, or set a key with key=value"
+    )
     print(f"error: {words[0]} is not a command: {hint}", file=sys.stderr)
     sys.exit(2)
 
@@ -61,8 +72,14 @@ def print_overview() -> None:
     print("\ngroups (choose with group=choice):")
     for group in registry.GROUPS:
         print(f"  {group:12} {', '.join(registry.choices(group))}")
-    print(f"  {'experiment':12} {', '.join(sorted(path.stem for path in config_dir().glob('experiment/*.yaml')))}")
-    print("\nCOMMAND --help lists a command's options; train --help lists all keys of the config. Guide: README.md")
+    print(
+        f"  {'experiment':12}"
+        f" {', '.join(sorted(path.stem for path in config_dir().glob('experiment/*.yaml')))}"
+    )
+    print(
+        "\nCOMMAND --help lists a command's options; train --help lists all keys of the config."
+        " Guide: README.md"
+    )
 
 
 if __name__ == "__main__":

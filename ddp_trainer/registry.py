@@ -1,7 +1,8 @@
-"""The choices of each config group by name: this project and plug-ins register a schema and a builder for each.
+"""The choices of each config group by name: this project and plug-ins register a schema and a
+builder for each.
 
-A plug-in is a module whose import registers choices. It is found through the entry-point group ``ddp_trainer.plugins``
-or named in the environment variable ``DDP_TRAINER_PLUGINS``.
+A plug-in is a module whose import registers choices. It is found through the entry-point group
+``ddp_trainer.plugins`` or named in the environment variable ``DDP_TRAINER_PLUGINS``.
 """
 
 import hashlib
@@ -27,7 +28,9 @@ T = TypeVar("T")
 
 
 class PluginError(Exception):
-    """A plug-in cannot be loaded, or its builder returns a wrong type; ``str(error)`` is the whole message."""
+    """A plug-in cannot be loaded, or its builder returns a wrong type; ``str(error)`` is the whole
+    message.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,14 @@ class Choice:
     name: str
     schema: type
     builder: Callable[..., Any] | str
-    """The function that builds the object, or its name ``"package.module:function"``, imported when first needed."""
+    """The function that builds the object, or its name ``"package.module:function"``, imported when
+    first needed.
+    """
 
     def build(self, *args: Any, **options: Any) -> Any:
-        """Return the object that the builder makes from the arguments; docs/extending.md lists them for each group."""
+        """Return the object that the builder makes from the arguments; docs/extending.md lists them
+        for each group.
+        """
         builder = resolve_name(self.builder) if isinstance(self.builder, str) else self.builder
         return builder(*args, **options)
 
@@ -52,17 +59,23 @@ _plugins: dict[str, str] = {}
 def register(
     group: str, name: str, schema: type, builder: Callable[..., Any] | str | None = None
 ) -> Callable[[Builder], Builder]:
-    """Register the choice `name` of `group`; without `builder`, return a decorator for the function that builds it.
+    """Register the choice `name` of `group`; without `builder`, return a decorator for the function
+    that builds it.
 
     Raises:
         ValueError: the schema or the builder is not valid, or another schema has this name.
     """
     field = getattr(schema, "__dataclass_fields__", {}).get("name")
     if field is None or field.default != name:
-        raise ValueError(f"{schema.__name__} must be a dataclass with the field name: str = {name!r}")
+        raise ValueError(
+            f"{schema.__name__} must be a dataclass with the field name: str = {name!r}"
+        )
     marks = "_-" if group == "logger" else "_.-"  # the keys of a logger are logger.<name>.<key>
     if not re.fullmatch(rf"\w[\w{marks}]*", name):
-        valid = f"letters, digits and the characters {' '.join(marks)}, and begin with a letter, a digit or _"
+        valid = (
+            f"letters, digits and the characters {' '.join(marks)}, and begin with a letter, a"
+            " digit or _"
+        )
         raise ValueError(f"{group}={name} must consist of {valid}")
     first = next(iter(_choices[group].values()), None)
     base = schema if first is None else first.schema.__mro__[-2]  # -1 is object
@@ -71,15 +84,21 @@ def register(
     try:
         OmegaConf.structured(schema)
     except OmegaConfBaseException as error:
-        where, reason = f"{schema.__name__}.{error.full_key}", str(error).partition("\n")[0]
+        where = f"{schema.__name__}.{error.full_key}"
+        reason = str(error).partition("\n")[0]
         raise ValueError(f"{where} has a type that configs do not support: {reason}") from error
     taken = _choices[group].get(name)
     if taken is not None and taken.schema is not schema:
-        raise ValueError(f"{group}={name} is already registered by {taken.schema.__module__}: choose another name")
+        raise ValueError(
+            f"{group}={name} is already registered by {taken.schema.__module__}: choose another"
+            " name"
+        )
 
     def add(function: Any) -> Any:
         if not callable(function) and not re.fullmatch(r"[\w.]+:\w+", function):
-            raise ValueError(f'the builder of {group}={name} must be a function or "package.module:function"')
+            raise ValueError(
+                f'the builder of {group}={name} must be a function or "package.module:function"'
+            )
         _choices[group][name] = Choice(name, schema, function)
         return function
 
@@ -107,7 +126,8 @@ def find(group: str, schema: type) -> Choice | None:
 
 
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
-    """Call the builder of `group` for the class of `config` with `config`, `args` and `options`; return its object.
+    """Call the builder of `group` for the class of `config` with `config`, `args` and `options`;
+    return its object.
 
     Raises:
         PluginError: the object is not of the type `returns`.
@@ -117,8 +137,8 @@ def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any)
     result = choice.build(config, *args, **options)
     if not isinstance(result, returns):
         raise PluginError(
-            f"{group}={choice.name}: the builder must return an object of type {returns.__name__}, and returned "
-            f"an object of type {type(result).__name__}"
+            f"{group}={choice.name}: the builder must return an object of type {returns.__name__},"
+            f" and returned an object of type {type(result).__name__}"
         )
     return result
 
@@ -144,9 +164,15 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 
 
 def plugin_versions() -> dict[str, str]:
-    """Return, by module name, the version of each plug-in, or a digest of its files if it has no version."""
+    """Return, by module name, the version of each plug-in, or a digest of its files if it has no
+    version.
+    """
     known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
-    modules = {choice.schema.__module__.partition(".")[0] for group in _choices.values() for choice in group.values()}
+    modules = {
+        choice.schema.__module__.partition(".")[0]
+        for group in _choices.values()
+        for choice in group.values()
+    }
     return _plugins | {name: _version(sys.modules[name]) for name in sorted(modules - known)}
 
 

@@ -1,4 +1,6 @@
-"""The launchers for Hydra, which instantiates only launchers whose class is defined in `hydra_plugins`."""
+"""The launchers for Hydra, which instantiates only launchers whose class is defined in
+`hydra_plugins`.
+"""
 
 from ddp_trainer.launch.launchers import slurm, torchrun
 

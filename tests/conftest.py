@@ -16,7 +16,9 @@ from ddp_trainer.distributed.environment import plugin_modules
 
 
 def pytest_configure() -> None:
-    """Load plug-ins, and undo what a shell does to `make test &`: all processes of the tests would ignore SIGINT."""
+    """Load plug-ins, and undo what a shell does to `make test &`: all processes of the tests would
+    ignore SIGINT.
+    """
     registry.load_plugins(plugin_modules())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,14 +28,23 @@ def pytest_configure() -> None:
 def without_torch(tmp_path: Path) -> dict[str, str]:
     """Return environment variables under which importing torch fails."""
     (tmp_path / "no" / "torch").mkdir(parents=True)
-    (tmp_path / "no" / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')")
-    root, already = Path(__file__).parents[1], os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "no"), str(root), *([already] if already else [])])}
+    (tmp_path / "no" / "torch" / "__init__.py").write_text(
+        "raise ImportError('torch was imported')"
+    )
+    root = Path(__file__).parents[1]
+    already = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [str(tmp_path / "no"), str(root), *([already] if already else [])]
+        )
+    }
 
 
 @pytest.fixture
 def train_in(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that trains under tmp_path/<name> on `ranks` ranks and returns the run directory."""
+    """Return a function that trains under tmp_path/<name> on `ranks` ranks and returns the run
+    directory.
+    """
 
     def go(name: str, *overrides: str, ranks: int = 1, deadline: float = 60) -> Path:
         train_on(ranks, f"output_dir={tmp_path}", f"name={name}", *overrides, deadline=deadline)
@@ -44,10 +55,20 @@ def train_in(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train twenty steps on handwritten digits; return the run directory, which tests leave as it is."""
+    """Train twenty steps on handwritten digits; return the run directory, which tests leave as it
+    is.
+    """
     folder = tmp_path_factory.mktemp("digits")
-    train_on(2, "model=lenet", "data=digits", "precision=fp32", "max_steps=20", "logger=[]", f"output_dir={folder}",
-             "name=run")  # fmt: skip
+    train_on(
+        2,
+        "model=lenet",
+        "data=digits",
+        "precision=fp32",
+        "max_steps=20",
+        "logger=[]",
+        f"output_dir={folder}",
+        "name=run",
+    )
     return folder / "run"
 
 
@@ -55,7 +76,9 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def memory_disk(folder: Path, options: str) -> Iterator[Path]:
     """Mount memory as a disk at `folder`, with options of tmpfs."""
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs (root)")
     try:
@@ -71,16 +94,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-# --- CI: a skipped test is a failed run -----------------------------------------------------------------------
+# --- CI: a skipped test is a failed run -----------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Make a skipped test a failed one if CI=true, unless it needs a GPU."""
     report = yield
     if report.skipped and os.environ.get("CI") == "true" and "gpu" not in report.keywords:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        report.outcome, report.longrepr = "failed", f"CI must not skip {item.nodeid}: {reason}"
+        report.outcome = "failed"
+        report.longrepr = f"CI must not skip {item.nodeid}: {reason}"
     return report
 
 
@@ -90,16 +116,22 @@ FAULTS: dict[str, list[int]] = {}
 
 
 def trials(count: int) -> int:
-    """Return `count`, or a part of it on a slow machine, where .ci/run sets FEWER_TRIALS to a divisor."""
+    """Return `count`, or a part of it on a slow machine, where .ci/run sets FEWER_TRIALS to a
+    divisor.
+    """
     return max(2, count // int(os.environ.get("FEWER_TRIALS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/chaos and tests/cluster: `make test` leaves it to the target of that name."""
+    """Mark everything in tests/chaos and tests/cluster: `make test` leaves it to the target of that
+    name.
+    """
     for item in items:
         for folder in {"chaos", "cluster"} & set(item.path.parts):
             item.add_marker(folder)
-        item.user_properties += [("fault", (m.args[0], m.kwargs.get("times", 1))) for m in item.iter_markers("fault")]
+        item.user_properties += [
+            ("fault", (m.args[0], m.kwargs.get("times", 1))) for m in item.iter_markers("fault")
+        ]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,4 +1,6 @@
-"""Real processes with a deadline: commands, and ranks that are forked from a process that has imported torch."""
+"""Real processes with a deadline: commands, and ranks that are forked from a process that has
+imported torch.
+"""
 
 import atexit
 import faulthandler
@@ -37,29 +39,59 @@ class Finished(NamedTuple):
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """Return this process's environment without what a launcher or Hydra put there."""
-    ours = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HYDRA_FULL_ERROR"]
+    ours = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "HYDRA_FULL_ERROR",
+    ]
     return {key: value for key, value in os.environ.items() if key not in ours} | extra
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
-    """Return the words that start torchrun on this machine, with a port of its own, so that several can run at once."""
+    """Return the words that start torchrun on this machine, with a port of its own, so that several
+    can run at once.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={ranks}",
-            "--master-addr=127.0.0.1", f"--master-port={port}", *options]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc_per_node={ranks}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        *options,
+    ]
 
 
-def start_command(command: Sequence[str], *, cwd: Path | None = None, **extra: str) -> subprocess.Popen[str]:
+def start_command(
+    command: Sequence[str], *, cwd: Path | None = None, **extra: str
+) -> subprocess.Popen[str]:
     """Start `command` in a session of its own, with both its outputs in one pipe."""
     return subprocess.Popen(
-        command, cwd=cwd, env=clean_environment(PYTHONFAULTHANDLER="1", **extra), text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=cwd,
+        env=clean_environment(PYTHONFAULTHANDLER="1", **extra),
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-def run_command(command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str) -> Finished:
-    """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the test."""
+def run_command(
+    command: list[str], *, deadline: float = 120, cwd: Path | None = None, **extra: str
+) -> Finished:
+    """Run `command` in a session of its own; past `deadline` seconds end all of it and fail the
+    test.
+    """
     process = start_command(command, cwd=cwd, **extra)
     try:
         output, _ = process.communicate(timeout=deadline)
@@ -81,7 +113,9 @@ def processes_with(variable: str) -> list[int]:
 
 
 def end_with_descendants(process: Any) -> None:
-    """Abort the processes that `process` has started, which write their stacks, and kill all of them."""
+    """Abort the processes that `process` has started, which write their stacks, and kill all of
+    them.
+    """
     tree = [process.pid]
     for pid in tree:  # grows
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -93,18 +127,29 @@ def end_with_descendants(process: Any) -> None:
         time.sleep(1)
 
 
-def launch(*overrides: str, ranks: int | None = None, deadline: float = 120, cwd: Path | None = None,
-           module: str = "ddp_trainer", **extra: str) -> Finished:  # fmt: skip
-    """Run the command line with `overrides`: plain python for ranks=None, else torchrun with so many ranks.
+def launch(
+    *overrides: str,
+    ranks: int | None = None,
+    deadline: float = 120,
+    cwd: Path | None = None,
+    module: str = "ddp_trainer",
+    **extra: str,
+) -> Finished:
+    """Run the command line with `overrides`: plain python for ranks=None, else torchrun with so
+    many ranks.
 
-    The process is forked from one that has imported torch, to save a second, unless `extra` variables could change how
-    Python starts.
+    The process is forked from one that has imported torch, to save a second, unless `extra`
+    variables could change how Python starts.
     """
     if ranks is not None:
-        return _run_forked([*torchrun(ranks)[2:], "-m", module, *overrides], cwd or Path.cwd(), deadline, **extra)
+        return _run_forked(
+            [*torchrun(ranks)[2:], "-m", module, *overrides], cwd or Path.cwd(), deadline, **extra
+        )
     if module == "ddp_trainer" and not extra:
         return _run_forked(["ddp_trainer", *overrides], cwd or Path.cwd(), deadline)
-    return run_command([sys.executable, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra)
+    return run_command(
+        [sys.executable, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra
+    )
 
 
 def succeed(*overrides: str, **options: Any) -> Finished:
@@ -125,8 +170,15 @@ def wait_for(condition: Callable[[], object], *, seconds: float = 90) -> None:
 # --- ranks without torchrun, so that a test takes a second ---
 
 
-def _rank(rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], args: tuple) -> None:
-    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+def _rank(
+    rank: int, world_size: int, port: int, results: Any, function: Callable[..., Any], args: tuple
+) -> None:
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+    }
     os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
@@ -137,12 +189,20 @@ def _rank(rank: int, world_size: int, port: int, results: Any, function: Callabl
 
 
 def forkserver() -> Any:
-    """Return the multiprocessing context whose processes are forked from one that has imported torch."""
+    """Return the multiprocessing context whose processes are forked from one that has imported
+    torch.
+    """
     context = multiprocessing.get_context("forkserver")
-    modules = ["ddp_trainer.training.run", "torch._dynamo", "torch.utils.tensorboard", "torchvision.models"]
+    modules = [
+        "ddp_trainer.training.run",
+        "torch._dynamo",
+        "torch.utils.tensorboard",
+        "torchvision.models",
+    ]
     context.set_forkserver_preload([*modules, "runs", "gc_freeze"])  # not timm, which imports wandb
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # Python 3.11 passes no sys.path
+        # Python 3.11 passes no sys.path
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         ensure_running()
     return context
 
@@ -179,7 +239,9 @@ def _run_forked(words: Sequence[str], cwd: Path, deadline: float, **extra: str) 
         return Finished(process.exitcode, output.read())
 
 
-def _start(world_size: int, results: Any, function: Callable[..., Any], args: tuple) -> tuple[list[Any], TCPStore]:
+def _start(
+    world_size: int, results: Any, function: Callable[..., Any], args: tuple
+) -> tuple[list[Any], TCPStore]:
     context = forkserver()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
@@ -191,12 +253,18 @@ def _start(world_size: int, results: Any, function: Callable[..., Any], args: tu
     return processes, store
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 60) -> list[Any]:
-    """Call a module-level ``function(*args)`` in `world_size` processes; return the results, plain data, by rank."""
+def on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, deadline: float = 60
+) -> list[Any]:
+    """Call a module-level ``function(*args)`` in `world_size` processes; return the results, plain
+    data, by rank.
+    """
     results = forkserver().Queue()
     processes, _store = _start(world_size, results, function, args)
     try:
-        answers = sorted((results.get(timeout=deadline) for _ in processes), key=lambda answer: answer[0])
+        answers = sorted(
+            (results.get(timeout=deadline) for _ in processes), key=lambda answer: answer[0]
+        )
     except queue.Empty:
         pytest.fail(f"{function.__name__} on {world_size} ranks: no answer in {deadline} s")
     finally:
@@ -210,7 +278,9 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline
 
 
 def start_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a module-level ``function(*args)`` in so many processes and return them at once: to be killed, say."""
+    """Call a module-level ``function(*args)`` in so many processes and return them at once: to be
+    killed, say.
+    """
     results = forkserver().Queue()
     processes, store = _start(world_size, results, function, args)
     processes[0].needed = (results, store)  # as long as the processes live

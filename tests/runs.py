@@ -21,9 +21,20 @@ from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import World, process_group
 from ddp_trainer.training.run import run
 
-TINY = ("model=lenet", "data=synthetic", "data.num_train=96", "data.num_eval=31", "data.channels=1",
-        "data.height=12", "data.width=12", "data.mean=[0.5]", "data.std=[0.25]", "precision=fp32",
-        "global_batch_size=12", "epochs=2")  # fmt: skip
+TINY = (
+    "model=lenet",
+    "data=synthetic",
+    "data.num_train=96",
+    "data.num_eval=31",
+    "data.channels=1",
+    "data.height=12",
+    "data.width=12",
+    "data.mean=[0.5]",
+    "data.std=[0.25]",
+    "precision=fp32",
+    "global_batch_size=12",
+    "epochs=2",
+)
 """Overrides for a run of 16 steps that takes a fraction of a second once torch is imported."""
 BATCHNORM = ("model=timm", "model.arch=test_resnet")
 """Overrides for a small model with BatchNorm: 373,370 parameters for images with one channel."""
@@ -35,14 +46,20 @@ ON_CPU = Config(device=Device.cpu, num_threads=1)
 
 @lru_cache(maxsize=1)
 def _register(_choices: tuple[registry.Choice, ...]) -> None:
-    """Register the schemas with Hydra, again only if the choices have changed since the last call."""
+    """Register the schemas with Hydra, again only if the choices have changed since the
+    last call.
+    """
     register_configs()
 
 
 def compose(*overrides: str) -> Config:
-    """Return the config that the command line would make of `overrides`. It takes 0.2 s, so give configs to ranks."""
+    """Return the config that the command line would make of `overrides`. It takes 0.2 s, so give
+    configs to ranks.
+    """
     check_overrides(overrides)
-    _register(tuple(choice for group in registry.GROUPS for choice in registry.choices(group).values()))
+    _register(
+        tuple(choice for group in registry.GROUPS for choice in registry.choices(group).values())
+    )
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         return to_config(hydra.compose("config", list(overrides)))
 
@@ -71,12 +88,21 @@ def _train_one_after_another(configs: list[Config]) -> None:
 
 
 def train_all(world_size: int, jobs: list[tuple[str, ...]], *, deadline: float = 240) -> None:
-    """Train `jobs`, each its overrides, one after another in one process group: a run then takes half a second."""
-    on_ranks(world_size, _train_one_after_another, [compose(*overrides) for overrides in jobs], deadline=deadline)
+    """Train `jobs`, each its overrides, one after another in one process group: a run then takes
+    half a second.
+    """
+    on_ranks(
+        world_size,
+        _train_one_after_another,
+        [compose(*overrides) for overrides in jobs],
+        deadline=deadline,
+    )
 
 
 def kill_in_training(world_size: int, config: Config, run_dir: Path, *, after: float) -> None:
-    """Train in processes of this job's own, and kill them all `after` seconds after their first save."""
+    """Train in processes of this job's own, and kill them all `after` seconds after their first
+    save.
+    """
     before = newest_step(run_dir)
     processes = start_ranks(world_size, train, config)
     wait_for(lambda: newest_step(run_dir) > before)
@@ -100,12 +126,16 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def newest_step(run_dir: Path) -> int:
     """Return the step of the newest step checkpoint, 0 if there is none."""
-    return max((int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")), default=0)
+    return max(
+        (int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")), default=0
+    )
 
 
 def newest_checkpoint(run_dir: Path) -> dict[str, Any]:
     """Return the state in the newest step checkpoint."""
-    return torch.load(run_dir / f"checkpoints/step-{newest_step(run_dir):08d}.pt", weights_only=True)
+    return torch.load(
+        run_dir / f"checkpoints/step-{newest_step(run_dir):08d}.pt", weights_only=True
+    )
 
 
 def trained_state(run_dir: Path) -> dict[str, Any]:
@@ -118,7 +148,8 @@ def trained_state(run_dir: Path) -> dict[str, Any]:
 
 def assert_bitwise(left: Any, right: Any) -> None:
     """Assert that two states are equal, tensors bit by bit."""
-    (ours, structure), (theirs, other_structure) = tree_flatten_with_path(left), tree_flatten_with_path(right)
+    ours, structure = tree_flatten_with_path(left)
+    theirs, other_structure = tree_flatten_with_path(right)
     assert structure == other_structure
     for (path, one), (_, other) in zip(ours, theirs, strict=True):
         assert type(one) is type(other), path

@@ -1,4 +1,6 @@
-"""The shape of the package: who imports whom, who reads the environment, how large things are, what starts at once."""
+"""The shape of the package: who imports whom, who reads the environment, how large things are, what
+starts at once.
+"""
 
 import ast
 import re
@@ -14,8 +16,19 @@ from processes import clean_environment
 import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
-CONFIG, RANKS = {"registry", "config"}, {"registry", "config", "distributed"}
-PARTS = {"data", "models", "sync", "checkpoint", "loggers", "performance", "scores", "report", "health"}
+CONFIG = {"registry", "config"}
+RANKS = {"registry", "config", "distributed"}
+PARTS = {
+    "data",
+    "models",
+    "sync",
+    "checkpoint",
+    "loggers",
+    "performance",
+    "scores",
+    "report",
+    "health",
+}
 MAY_IMPORT = {
     "registry": set[str](),
     "config": {"registry"},
@@ -35,16 +48,28 @@ MAY_IMPORT = {
     "commands": RANKS | PARTS | {"training", "launch", "inference"},
     "__main__": RANKS | {"commands"},
 }
-"""The units of the package (top-level folders and modules) and those that each may import; no part imports another.
+"""The units of the package (top-level folders and modules) and those that each may import; no part
+imports another.
 
 Each may import only units above it, so there is no cycle. Imports inside of functions count too.
 """
 
-MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_ARGUMENTS, MAX_WHOLE_CONFIGS = 320, 45, 8, 8
+MAX_MODULE_LINES = 320
+MAX_FUNCTION_LINES = 45
+MAX_ARGUMENTS = 8
+MAX_WHOLE_CONFIGS = 8
 LAUNCHER_VARIABLES = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
-}  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+}
 
 MODULES = {
     str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
@@ -70,7 +95,9 @@ def dotted(name: str) -> str:
 
 
 def imported_names(tree: ast.Module) -> set[str]:
-    """Return all that a module imports, at its top or inside of a function, as ``package.module.name``."""
+    """Return all that a module imports, at its top or inside of a function, as
+    ``package.module.name``.
+    """
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -98,12 +125,15 @@ def test_every_unit_has_its_place_and_its_purpose() -> None:
 def test_modules_import_what_their_unit_may_without_a_cycle() -> None:
     for number, others in enumerate(MAY_IMPORT.values()):
         assert others <= set(list(MAY_IMPORT)[:number])
-    known, graph = set(map(dotted, MODULES)), {}
+    known = set(map(dotted, MODULES))
+    graph = {}
     for name, tree in MODULES.items():
         imported = {other for other in imported_names(tree) if other.startswith("ddp_trainer.")}
         units = {other.split(".")[1] for other in imported} - {unit_of(name), "__version__"}
         assert units <= MAY_IMPORT[unit_of(name)], name
-        graph[dotted(name)] = (imported | {other.rpartition(".")[0] for other in imported}) & known - {dotted(name)}
+        graph[dotted(name)] = (
+            imported | {other.rpartition(".")[0] for other in imported}
+        ) & known - {dotted(name)}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
@@ -111,7 +141,12 @@ def test_modules_import_what_their_unit_may_without_a_cycle() -> None:
 def test_what_answers_before_training_imports_no_torch(unit: str) -> None:
     trees = [tree for name, tree in MODULES.items() if name.startswith((f"{unit}/", f"{unit}.py"))]
     assert trees
-    assert not [name for tree in trees for name in imported_names(tree) if name.split(".")[0].startswith("torch")]
+    assert not [
+        name
+        for tree in trees
+        for name in imported_names(tree)
+        if name.split(".")[0].startswith("torch")
+    ]
 
 
 # --- the environment ------------------------------------------------------------------------------
@@ -143,9 +178,14 @@ def test_modules_and_functions_are_short() -> None:
 
 
 def test_constructors_have_few_arguments_and_few_functions_take_the_whole_config() -> None:
-    counts = {name: len(parameters_of(node)) - 1 for name, node in FUNCTIONS if node.name == "__init__"}
+    counts = {
+        name: len(parameters_of(node)) - 1 for name, node in FUNCTIONS if node.name == "__init__"
+    }
     assert {name: count for name, count in counts.items() if count > MAX_ARGUMENTS} == {}
-    annotations = {name: {ast.unparse(p.annotation or p) for p in parameters_of(node)} for name, node in FUNCTIONS}
+    annotations = {
+        name: {ast.unparse(p.annotation or p) for p in parameters_of(node)}
+        for name, node in FUNCTIONS
+    }
     takers = [name for name, types in annotations.items() if types & {"Config", "Config | None"}]
     assert len(takers) <= MAX_WHOLE_CONFIGS, "\n".join(takers)
 
@@ -157,7 +197,13 @@ def test_help_imports_no_torch_and_takes_less_than_a_second(without_torch: dict[
     def seconds() -> float:
         began = time.perf_counter()
         command = [sys.executable, "-m", "ddp_trainer", "--help"]
-        subprocess.run(command, env=clean_environment(**without_torch), timeout=60, check=True, capture_output=True)
+        subprocess.run(
+            command,
+            env=clean_environment(**without_torch),
+            timeout=60,
+            check=True,
+            capture_output=True,
+        )
         return time.perf_counter() - began
 
     assert min(seconds() for _ in range(3)) < 1

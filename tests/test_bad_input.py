@@ -40,7 +40,10 @@ ONE_ARGUMENT = [
     "lr=0.1 is unknown: did you mean optimizer.lr?",
     "batch_size=32 is unknown: did you mean eval_batch_size or global_batch_size?",
     "checkpoint.foo=1 is unknown: checkpoint has every_seconds, every_steps, keep_best, keep_last",
-    "data.foo=1 is unknown: data=digits has augment, mean, name, num_workers, on_bad_image, std, validation_fraction",
+    (
+        "data.foo=1 is unknown: data=digits has augment, mean, name, num_workers, on_bad_image,"
+        " std, validation_fraction"
+    ),
     "+data.augment.xyz=1 is unknown: data.augment has color_jitter, cutmix, mixup, rand_augment, ",
     "model.init=d2l does not belong to model=resnet18: it is a key of model=lenet",
     "+epochs=3 adds a key that exists: write epochs=… to change it",
@@ -52,7 +55,10 @@ ONE_ARGUMENT = [
     f"model=null {not_a('model')}",
     f"model=??? {not_a('model')}",
     "experiment=mine is not a valid choice: choose from ",
-    "experiment=null is not a valid choice: name a file of conf/experiment, or leave experiment out",
+    (
+        "experiment=null is not a valid choice: name a file of conf/experiment, or leave"
+        " experiment out"
+    ),
     "model.name=vgg cannot be set: ",
     "precision=fp8 must be one of auto, fp32, bf16, fp16",
     "resume=yes must be one of auto, never, must",
@@ -100,29 +106,48 @@ ONE_ARGUMENT = [
 ARGUMENTS = {
     "optimizer.lr=???": "optimizer.lr is missing: give it a value",
     "optimizer.lr=-1": "optimizer.lr=-1.0 must be greater than 0",
-    "name=../x": "name='../x' must be one plain name, without /: it is the run's folder in output_dir",
+    "name=../x": (
+        "name='../x' must be one plain name, without /: it is the run's folder in output_dir"
+    ),
     "name=..": "name='..' must be one plain name",
     "name=": "name='' must be one plain name",
-    "data.mean=[0.5,0.5]": "data.mean=[0.5, 0.5] and data.std=[0.354] must have the same length, not 0: ",
+    "data.mean=[0.5,0.5]": (
+        "data.mean=[0.5, 0.5] and data.std=[0.354] must have the same length, not 0: "
+    ),
     "epochs": "'epochs' cannot be read: write key=value without spaces",
     "epochs=[1": "'epochs=[1' cannot be read: ",
     'name="x': "'name=\"x' cannot be read: ",
-    "epochs=1,2": "epochs=1,2 has several values: add --multirun to run each, or make it a list, 'epochs=[1,2]'",
+    "epochs=1,2": (
+        "epochs=1,2 has several values: add --multirun to run each, or make it a list,"
+        " 'epochs=[1,2]'"
+    ),
     "ema.decay=1": "ema.decay=1.0 must be greater than 0 and less than 1",
     "ema.decay=0": "ema.decay=0.0 must be greater than 0 and less than 1",
     "sync=local_sgd ema.decay=0.9": "ema.decay=0.9 needs parameters that are equal on all ranks",
     "data=synthetic data.num_eval=0": "data.num_eval=0 must be greater than 0",
     "data=synthetic data.num_classes=1": "data.num_classes=1 must be 2 to 256",
-    "data=synthetic data.channels=1": "data.mean=[0.5, 0.5, 0.5] and data.std must each have one value per channel",
-    "data=synthetic data.augment.random_crop_padding=32": "data.augment.random_crop_padding=32 must be smaller than ",
-    "optimizer=adamw optimizer.momentum=0": "optimizer.momentum=0 does not belong to optimizer=adamw",
+    "data=synthetic data.channels=1": (
+        "data.mean=[0.5, 0.5, 0.5] and data.std must each have one value per channel"
+    ),
+    "data=synthetic data.augment.random_crop_padding=32": (
+        "data.augment.random_crop_padding=32 must be smaller than "
+    ),
+    "optimizer=adamw optimizer.momentum=0": (
+        "optimizer.momentum=0 does not belong to optimizer=adamw"
+    ),
     "optimizer=adamw optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be two values in [0, 1)",
     "optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true needs momentum",
-    "scheduler=onecycle scheduler.warmup_epochs=1": "scheduler.warmup_epochs=1.0 must be 0: onecycle warms up ",
+    "scheduler=onecycle scheduler.warmup_epochs=1": (
+        "scheduler.warmup_epochs=1.0 must be 0: onecycle warms up "
+    ),
     "scheduler=step scheduler.gamma=0": "scheduler.gamma=0.0 must be greater than 0",
-    "logger=wandb logger.wandb.mode=never": "logger.wandb.mode=never must be one of auto, online, offline",
+    "logger=wandb logger.wandb.mode=never": (
+        "logger.wandb.mode=never must be one of auto, online, offline"
+    ),
     "logger=[csv,mlflow] logger.mlflow.uri=x": "logger.mlflow.uri=x is unknown: ",
-    "device=cpu backend=nccl": "backend=nccl needs GPUs and does not work with device=cpu: use backend=gloo",
+    "device=cpu backend=nccl": (
+        "backend=nccl needs GPUs and does not work with device=cpu: use backend=gloo"
+    ),
 } | {message.split()[0]: message for message in ONE_ARGUMENT}
 
 
@@ -137,7 +162,13 @@ def test_a_bad_argument_is_named_with_its_rule(arguments: str) -> None:
 
 LAUNCHES = {
     ("epochs=0", ""): "epochs=0 must be greater than 0",
-    ("--epochs=3", ""): "--epochs=3 is not a flag: set a key without dashes, key=value; --hydra-help lists the flags",
+    (
+        "--epochs=3",
+        "",
+    ): (
+        "--epochs=3 is not a flag: set a key without dashes, key=value; --hydra-help lists the"
+        " flags"
+    ),
     ("--cfg=foo", ""): "argument --cfg/-c: invalid choice: 'foo' (choose from ",
     ("experiment=mine", "epochs: ten"): "experiment/mine.yaml: epochs=ten must be a whole number",
     ("experiment=mine", "epoch: 3"): "experiment/mine.yaml: epoch is unknown: did you mean epochs?",
@@ -163,9 +194,13 @@ def test_the_command_prints_one_line_and_exits_2_before_it_imports_torch(
 # --- what the launcher says ---------------------------------------------------------------------
 
 TORCHRUN = {
-    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
-}  # fmt: skip
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+}
 
 
 def test_torchruns_variables_give_the_place_among_the_ranks() -> None:
@@ -182,7 +217,9 @@ def test_a_launchers_variable_that_is_missing_is_named(missing: str) -> None:
         read_environment(variables)
 
 
-@pytest.mark.parametrize(("name", "value"), [("RANK", "4"), ("LOCAL_RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "x")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "4"), ("LOCAL_RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "x")]
+)
 def test_a_launchers_variable_that_makes_no_sense_is_named(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}={value} "):
         read_environment(TORCHRUN | {name: value})
@@ -191,13 +228,17 @@ def test_a_launchers_variable_that_makes_no_sense_is_named(name: str, value: str
 def test_half_of_a_launchers_variables_is_one_error(without_torch: dict[str, Any]) -> None:
     done = launch("model=lenet", RANK="1", **without_torch)
     assert (done.code, done.output.count("\n")) == (2, 1)
-    assert done.output.startswith("error: RANK=1 is set without WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT")
+    assert done.output.startswith(
+        "error: RANK=1 is set without WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT"
+    )
 
 
 # --- what needs the number of ranks, the data or the directory ----------------------------------
 
 
-def run_commands(commands: list[tuple[str, ...]], without: Sequence[str]) -> list[tuple[Any, str, str]]:
+def run_commands(
+    commands: list[tuple[str, ...]], without: Sequence[str]
+) -> list[tuple[Any, str, str]]:
     """Run command lines in this process, in which the packages `without` cannot be imported.
 
     Return the exit code, the stderr and the stdout of each.
@@ -220,14 +261,21 @@ def run_commands(commands: list[tuple[str, ...]], without: Sequence[str]) -> lis
 
 
 def refused(
-    ranks: int, *commands: tuple[str, ...], code: int = 2, without: Sequence[str] = (), silent: bool = False
+    ranks: int,
+    *commands: tuple[str, ...],
+    code: int = 2,
+    without: Sequence[str] = (),
+    silent: bool = False,
 ) -> list[str]:
-    """Return the error of each command line, after checking that it ends all ranks and is printed once.
+    """Return the error of each command line, after checking that it ends all ranks and is printed
+    once.
 
     If `silent`, nothing else may be printed.
     """
     errors = []
-    for (first, message, other), *others in zip(*on_ranks(ranks, run_commands, list(commands), without), strict=True):
+    for (first, message, other), *others in zip(
+        *on_ranks(ranks, run_commands, list(commands), without), strict=True
+    ):
         assert [(first, "", ""), *others] == [(code, "", "")] * ranks, message
         assert not (silent and other)
         assert message.startswith("error: ")
@@ -241,20 +289,32 @@ def test_all_ranks_refuse_and_rank_0_prints_why(tmp_path: Path) -> None:
     expected = {
         ("epoch=3",): "epoch=3 is unknown: did you mean epochs?",
         ("global_batch_size=1",): "global_batch_size=1 must be at least the world size, 2: ",
-        ("gradient_accumulation_steps=7",): "gradient_accumulation_steps=7 must be at most the 6 samples of a rank: ",
+        (
+            "gradient_accumulation_steps=7",
+        ): "gradient_accumulation_steps=7 must be at most the 6 samples of a rank: ",
         ("sync=none",): "sync=none runs in one process only, and there are 2 ranks: use sync=ddp",
-        ("global_batch_size=97",): "global_batch_size=97 must be at most the number of training samples, 96",
+        (
+            "global_batch_size=97",
+        ): "global_batch_size=97 must be at most the number of training samples, 96",
         ("device=cuda",): "device=cuda needs a GPU and none is visible: ",
         ("data.height=4",): "model=lenet needs images of at least 8×8 pixels",
         ("resume=must",): "resume=must needs a checkpoint and ",
-        ("model=resnet18", "model.stem=imagenet", "global_batch_size=3"): "global_batch_size=3 leaves a rank only one ",
-        (f"output_dir={tmp_path}/file",): f"output_dir={tmp_path}/file must be a folder that can be written: there is ",
+        (
+            "model=resnet18",
+            "model.stem=imagenet",
+            "global_batch_size=3",
+        ): "global_batch_size=3 leaves a rank only one ",
+        (
+            f"output_dir={tmp_path}/file",
+        ): f"output_dir={tmp_path}/file must be a folder that can be written: there is ",
     }
     errors = refused(2, *((*TINY, f"output_dir={tmp_path}", *overrides) for overrides in expected))
     for error, message in zip(errors, expected.values(), strict=True):
         assert error.startswith(message)
     [error] = refused(2, ("data=fashion_mnist", f"data.root={tmp_path}", f"output_dir={tmp_path}"))
-    assert error.startswith(f"data.root={tmp_path} must be a folder with Fashion-MNIST's four IDX files")
+    assert error.startswith(
+        f"data.root={tmp_path} must be a folder with Fashion-MNIST's four IDX files"
+    )
 
 
 def test_a_run_directory_of_another_config_is_refused_by_naming_the_keys(tmp_path: Path) -> None:
@@ -263,8 +323,9 @@ def test_a_run_directory_of_another_config_is_refused_by_naming_the_keys(tmp_pat
     assert error.startswith("model=lenet needs ")
     train_on(1, *run)
     assert refused(2, (*run, "optimizer.lr=0.3", "seed=1", "num_threads=1")) == [
-        f"{tmp_path}/run holds a run of another config (optimizer.lr: 0.05 → 0.3; seed: 0 → 1): choose name=… for a "
-        "new run, or resume=never to start from step 0 (the old directory is renamed)"
+        f"{tmp_path}/run holds a run of another config (optimizer.lr: 0.05 → 0.3; seed: 0 → 1):"
+        " choose name=… for a new run, or resume=never to start from step 0 (the old directory is"
+        " renamed)"
     ]
 
 
@@ -274,16 +335,24 @@ def test_a_second_launch_into_a_live_run_directory_is_refused(tmp_path: Path) ->
     config = compose(*overrides)
     with lock_run_dir(tmp_path / "live", to_builtins(config), resume=config.resume):
         errors = refused(2, overrides, code=1)
-    assert errors == [f"another launch is running in {tmp_path}/live: wait for it, stop it, or choose name=…"]
+    assert errors == [
+        f"another launch is running in {tmp_path}/live: wait for it, stop it, or choose name=…"
+    ]
 
 
-@pytest.mark.parametrize("text", ["]", "x: !!int ''", "x: !!bool y", "[]", "model: lenet", "model: {name: []}", "5: x"])
+@pytest.mark.parametrize(
+    "text", ["]", "x: !!int ''", "x: !!bool y", "[]", "model: lenet", "model: {name: []}", "5: x"]
+)
 def test_a_damaged_config_of_a_run_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step-00000008.pt").touch()
     (tmp_path / "config.yaml").write_text(text)
-    config, message = compose(*TINY), f"{tmp_path}/config.yaml .*: restore it, or start anew with resume=never"
-    with pytest.raises(ConfigError, match=message), lock_run_dir(tmp_path, to_builtins(config), resume=config.resume):
+    config = compose(*TINY)
+    message = f"{tmp_path}/config.yaml .*: restore it, or start anew with resume=never"
+    with (
+        pytest.raises(ConfigError, match=message),
+        lock_run_dir(tmp_path, to_builtins(config), resume=config.resume),
+    ):
         pass
 
 
@@ -308,11 +377,19 @@ COMMANDS = {
     "plan {tiny}": "a single rank has no network to measure",
     "plan {tiny} latency_us=5": "bandwidth_mbit and latency_us must be given together",
     "plan {tiny} latency_us=5 bandwidth_mbit=0": "bandwidth_mbit=0.0 must be greater than 0",
-    "plan {tiny} latency_us=5 bandwidth_mbit=10 ranks=2,x": "ranks=2,x must be whole numbers of at least 1",
-    "plan {tiny} latency_us=5 bandwidth_mbit=10 global_batch_size=3": "global_batch_size=3 must be at least 4",
-    "plan {tiny} latency_us=5 bandwidth_mbit=10 gradient_accumulation_steps=4": "global_batch_size=12 must be",
+    "plan {tiny} latency_us=5 bandwidth_mbit=10 ranks=2,x": (
+        "ranks=2,x must be whole numbers of at least 1"
+    ),
+    "plan {tiny} latency_us=5 bandwidth_mbit=10 global_batch_size=3": (
+        "global_batch_size=3 must be at least 4"
+    ),
+    "plan {tiny} latency_us=5 bandwidth_mbit=10 gradient_accumulation_steps=4": (
+        "global_batch_size=12 must be"
+    ),
     "benchmark {tiny} strategies=rung": "strategies=rung is not a valid choice: choose from ddp,",
-    "benchmark {tiny} strategies=ddp,data_parallel": "sync=data_parallel is for one process with GPUs",
+    "benchmark {tiny} strategies=ddp,data_parallel": (
+        "sync=data_parallel is for one process with GPUs"
+    ),
     "benchmark {tiny} steps=0": "steps=0 must be greater than 0",
     "benchmark {tiny} rounds=few": "rounds=few must be a whole number",
     "benchmark {tiny} rounds=[1": "rounds=[1 cannot be read: the value must be YAML",
@@ -322,23 +399,31 @@ COMMANDS = {
     "verify {folder}/nowhere": "{folder}/nowhere is not a run directory",
     "evaluate": "evaluate takes one run directory",
     "evaluate {folder}/missing": "{folder}/missing is not a run directory",
-    "evaluate {run} checkpoint=7": "checkpoint=7 of {run} does not exist: choose from best, last, 20, ",
+    "evaluate {run} checkpoint=7": (
+        "checkpoint=7 of {run} does not exist: choose from best, last, 20, "
+    ),
     "evaluate {run} split=valid": "split=valid must be one of test, validation, train",
     "evaluate {run} split=validation": "split=validation does not exist: {run} held out no images",
     "evaluate {run} optimizer.lr=1": "optimizer.lr=1 would change what was trained",
     "evaluate {run} eval_batch=3": "eval_batch=3 is unknown: did you mean eval_batch_size",
     "evaluate {run} eval_batch_size=0": "eval_batch_size=0 must be greater than 0",
-    "evaluate {run} eval_batch_size={{1": "eval_batch_size={{1 cannot be read: the value must be YAML",
+    "evaluate {run} eval_batch_size={{1": (
+        "eval_batch_size={{1 cannot be read: the value must be YAML"
+    ),
     "evaluate {run} device=cuda": "device=cuda needs a GPU",
     "predict {run}": "predict takes a run directory and images",
-    "predict {run} {folder}/missing.png": "{folder}/missing.png cannot be read (No such file or directory): give image "
-    "files, a folder, or -",
+    "predict {run} {folder}/missing.png": (
+        "{folder}/missing.png cannot be read (No such file or directory): give image "
+        "files, a folder, or -"
+    ),
     "predict {run} {folder}/{long}": "{folder}/{long} cannot be read (File name too long)",
     "predict {run} {folder}/none": "{folder}/none has no image",
     "predict {run} {folder} top=0": "top=0 must be greater than 0",
     "predict {folder} {run}": "{folder} is not a run directory",
     "export": "export takes one run directory",
-    "export {run} format=tflite": "format=tflite is not a valid choice; choose from safetensors, pt2, onnx",
+    "export {run} format=tflite": (
+        "format=tflite is not a valid choice; choose from safetensors, pt2, onnx"
+    ),
     "export {run} preprocessing=none": "preprocessing=none must be one of inside, outside",
     "export {run} format=onnx": "format=onnx needs onnxscript: pip install 'ddp_trainer[export]'",
 }

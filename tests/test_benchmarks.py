@@ -7,8 +7,16 @@ import pytest
 
 DATA = Path("/usr/share/datasets/fashion-mnist")
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-JOB = {"model": "lenet", "ranks": 1, "global_batch_size": 64, "steps": 6, "window": 2, "precision": "fp32",
-       "device": "cpu", "data": DATA}  # fmt: skip
+JOB = {
+    "model": "lenet",
+    "ranks": 1,
+    "global_batch_size": 64,
+    "steps": 6,
+    "window": 2,
+    "precision": "fp32",
+    "device": "cpu",
+    "data": DATA,
+}
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 
@@ -24,6 +32,7 @@ def test_a_trainer_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_without_its_timer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
-    ablation, compare = importlib.import_module("ablation"), importlib.import_module("compare")
+    ablation = importlib.import_module("ablation")
+    compare = importlib.import_module("compare")
     choice = next(choice for choice in ablation.CHOICES if choice.name == "no step timer")
     assert ablation.rate(compare.Job(**JOB), choice) > 0

@@ -26,10 +26,17 @@ def memory_mb(name: str) -> int:
 def state_of_many_types() -> dict[str, Any]:
     channels_last = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     return {
-        "step": 3, "epoch": 1, "model": {"weight": channels_last, "count": torch.tensor(7), "empty": torch.zeros(0, 2)},
-        "optimizer": {"state": {0: {"half": torch.randn(9).bfloat16(), "mask": torch.tensor([True, False])}}},
-        "names": ["a", "ä\n"], "nothing": None, "pair": (1, 2.5), "bytes": torch.arange(5, dtype=torch.uint8),
-    }  # fmt: skip
+        "step": 3,
+        "epoch": 1,
+        "model": {"weight": channels_last, "count": torch.tensor(7), "empty": torch.zeros(0, 2)},
+        "optimizer": {
+            "state": {0: {"half": torch.randn(9).bfloat16(), "mask": torch.tensor([True, False])}}
+        },
+        "names": ["a", "ä\n"],
+        "nothing": None,
+        "pair": (1, 2.5),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
 
 
 def received(path: str) -> dict[str, Any]:

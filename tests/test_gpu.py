@@ -1,4 +1,5 @@
-"""Tests that need a GPU: the guarantees on its kernels, no wait in a step, every precision, compile.
+"""Tests that need a GPU: the guarantees on its kernels, no wait in a step, every precision,
+compile.
 
 `benchmarks/gpu.sh` runs these, and the comparison with peers, in one go.
 """
@@ -29,43 +30,68 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.mark.parametrize("model", ["lenet", "resnet18"])
 def test_stopped_and_resumed_is_bitwise_the_same(model: str, train_in: Callable[..., Path]) -> None:
-    common = (*GPU, *FP32, f"model={model}", "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
+    common = (
+        *GPU,
+        *FP32,
+        f"model={model}",
+        "checkpoint.every_steps=3",
+        "data.augment.random_crop_padding=2",
+    )
     whole = train_in("whole", *common)
     train_in("parts", *common, "max_steps=5")
     parts = train_in("parts", *common)
-    one, other = newest_checkpoint(whole), newest_checkpoint(parts)
+    one = newest_checkpoint(whole)
+    other = newest_checkpoint(parts)
     assert_bitwise([one["model"], one["optimizer"]], [other["model"], other["optimizer"]])
 
 
 @pytest.mark.parametrize("model", ["lenet", "resnet18"])
 def test_the_losses_are_those_of_a_cpu(model: str, train_in: Callable[..., Path]) -> None:
-    common = (*TINY, f"model={model}", *FP32, "log_every_steps=1", "max_steps=8", "optimizer.lr=0.01")
+    common = (
+        *TINY,
+        f"model={model}",
+        *FP32,
+        "log_every_steps=1",
+        "max_steps=8",
+        "optimizer.lr=0.01",
+    )
     cpu, gpu = (train_in(device, *common, f"device={device}") for device in ("cpu", "cuda"))
     assert losses(gpu) == pytest.approx(losses(cpu), rel=2e-2)  # convolutions of GPUs round to TF32
 
 
-@pytest.mark.parametrize("extra", [("precision=fp16",), ("precision=bf16",), ("compile=true",), ("max_grad_norm=1",)])
+@pytest.mark.parametrize(
+    "extra", [("precision=fp16",), ("precision=bf16",), ("compile=true",), ("max_grad_norm=1",)]
+)
 def test_digits_are_learned(extra: tuple[str, ...], train_in: Callable[..., Path]) -> None:
-    run_dir = train_in("run", "experiment=digits_resnet18", "device=cuda", "epochs=8", *extra, deadline=240)
+    run_dir = train_in(
+        "run", "experiment=digits_resnet18", "device=cuda", "epochs=8", *extra, deadline=240
+    )
     found = read_summary(run_dir)
     assert found["eval/top1"] > 0.95
     assert 0 < found["mfu"] < 1
     assert records(run_dir, "memory/peak_mb")[-1]["memory/peak_mb"] > 0
 
 
-@pytest.mark.parametrize("sync", ["none", "allreduce", "ring", "local_sgd", "parameter_server", "data_parallel"])
+@pytest.mark.parametrize(
+    "sync", ["none", "allreduce", "ring", "local_sgd", "parameter_server", "data_parallel"]
+)
 def test_a_strategy_trains_on_one_gpu(sync: str, train_in: Callable[..., Path]) -> None:
-    alone, it = train_in("none", *GPU, *FP32, "sync=none"), train_in(sync, *GPU, *FP32, f"sync={sync}")
+    alone = train_in("none", *GPU, *FP32, "sync=none")
+    it = train_in(sync, *GPU, *FP32, f"sync={sync}")
     torch.testing.assert_close(newest_checkpoint(it)["model"], newest_checkpoint(alone)["model"])
 
 
 def _train_without_waiting(overrides: tuple[str, ...]) -> list[str]:
-    """Train with `overrides`; CUDA raises an error where a step waits for the device. Return where the images were."""
-    take_step, devices = TrainStep.__call__, list[str]()
+    """Train with `overrides`; CUDA raises an error where a step waits for the device. Return where
+    the images were.
+    """
+    take_step = TrainStep.__call__
+    devices = list[str]()
 
     def step(self: TrainStep, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         devices.append(images.device.type)
-        torch.cuda.set_sync_debug_mode("error" if len(devices) > 2 else "default")  # the first fill caches
+        # the first fill caches
+        torch.cuda.set_sync_debug_mode("error" if len(devices) > 2 else "default")
         loss = take_step(self, images, labels)
         torch.cuda.set_sync_debug_mode("default")
         return loss
@@ -75,8 +101,12 @@ def _train_without_waiting(overrides: tuple[str, ...]) -> list[str]:
     return devices
 
 
-@pytest.mark.parametrize("extra", [(), ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2")])
-def test_no_step_waits_for_the_device_which_holds_the_images(extra: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "extra", [(), ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2")]
+)
+def test_no_step_waits_for_the_device_which_holds_the_images(
+    extra: tuple[str, ...], tmp_path: Path
+) -> None:
     overrides = (*GPU, f"output_dir={tmp_path}", "name=run", *extra)
     [devices] = on_ranks(1, _train_without_waiting, overrides, deadline=120)
     assert set(devices) == {"cuda"}

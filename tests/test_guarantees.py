@@ -19,7 +19,9 @@ JOBS = {
 
 
 def assert_same_training(one: Path, other: Path) -> None:
-    for left, right in zip(records(one, "samples/digest"), records(other, "samples/digest"), strict=True):
+    for left, right in zip(
+        records(one, "samples/digest"), records(other, "samples/digest"), strict=True
+    ):
         assert left["samples/digest"] == right["samples/digest"]
         assert left["eval/count"] == right["eval/count"]
         assert left["eval/loss"] == pytest.approx(right["eval/loss"], abs=1e-4)
@@ -27,8 +29,15 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 
 def train_jobs(ranks: int, folder: Path, *extra: str) -> None:
-    common = (*TINY, "data.augment.random_crop_padding=2", "data.augment.random_hflip=true",
-              "data.augment.random_erasing=0.5", "global_batch_size=13", f"output_dir={folder}", *extra)  # fmt: skip
+    common = (
+        *TINY,
+        "data.augment.random_crop_padding=2",
+        "data.augment.random_hflip=true",
+        "data.augment.random_erasing=0.5",
+        "global_batch_size=13",
+        f"output_dir={folder}",
+        *extra,
+    )
     train_all(ranks, [(*common, *job, f"name={name}") for name, job in JOBS.items()])
 
 
@@ -45,7 +54,11 @@ def test_the_same_training_at_any_world_size(ranks: int, alone: Path, tmp_path: 
     for name in ("whole", "microbatches"):
         assert_same_training(alone, tmp_path / name)
         counts = [record["samples/count"] for record in records(tmp_path / name, "samples/count")]
-        assert counts == [91, 91]  # each of the 96 samples once, but the tail, which fills no batch of 13
+        # each of the 96 samples once, but the tail, which fills no batch of 13
+        assert counts == [
+            91,
+            91,
+        ]
     assert read_summary(tmp_path / "few")["eval/count"] == 2
 
 
@@ -54,8 +67,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "ga
 
 
 def _waits_in_steps(overrides: tuple[str, ...]) -> list[str]:
-    """Train with `overrides`; return what in a step waited for the device or, gradients apart, for other ranks."""
-    inside, found = [False], []
+    """Train with `overrides`; return what in a step waited for the device or, gradients apart, for
+    other ranks.
+    """
+    inside = [False]
+    found = []
 
     def watched(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -85,8 +101,15 @@ def _waits_in_steps(overrides: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "extra", [(), ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2"), ("precision=bf16",)]
+    "extra",
+    [
+        (),
+        ("optimizer=adamw", "max_grad_norm=1", "gradient_accumulation_steps=2"),
+        ("precision=bf16",),
+    ],
 )
-def test_no_step_waits_for_the_device_or_for_other_ranks(extra: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_step_waits_for_the_device_or_for_other_ranks(
+    extra: tuple[str, ...], tmp_path: Path
+) -> None:
     overrides = (*TINY, f"output_dir={tmp_path}", "name=run", *extra)
     assert on_ranks(2, _waits_in_steps, overrides) == [[], []]

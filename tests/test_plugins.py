@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from processes import launch, on_ranks, run_command, start_ranks, succeed, wait_for
-from runs import assert_bitwise, compose, newest_checkpoint, newest_step, read_summary, records, trained_state
+from runs import (
+    assert_bitwise,
+    compose,
+    newest_checkpoint,
+    newest_step,
+    read_summary,
+    records,
+    trained_state,
+)
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -44,12 +52,25 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tests" / "plugin_example"
 GUIDE = ROOT / "docs" / "extending.md"
 PLUGIN: dict[str, Any] = {"DDP_TRAINER_PLUGINS": "example_plugin", "PYTHONPATH": str(PACKAGE)}
-CHOICES = {"model": "convmixer", "data": "shapes", "sync": "reduce_broadcast", "logger": "tag_files"}
+CHOICES = {
+    "model": "convmixer",
+    "data": "shapes",
+    "sync": "reduce_broadcast",
+    "logger": "tag_files",
+}
 """The choices of the example, by group."""
 EXAMPLE = (
-    "model=convmixer", "data=shapes", "sync=reduce_broadcast", "logger=[tag_files,jsonl]", "global_batch_size=20",
-    "data.augment.random_crop_padding=2", "checkpoint.every_steps=4", "num_threads=1", "epochs=2", "precision=fp32",
-)  # fmt: skip
+    "model=convmixer",
+    "data=shapes",
+    "sync=reduce_broadcast",
+    "logger=[tag_files,jsonl]",
+    "global_batch_size=20",
+    "data.augment.random_crop_padding=2",
+    "checkpoint.every_steps=4",
+    "num_threads=1",
+    "epochs=2",
+    "precision=fp32",
+)
 STEPS_PER_EPOCH = 300 // 20
 
 
@@ -76,35 +97,59 @@ def test_a_killed_run_of_plugins_ends_as_one_that_was_left_alone(tmp_path: Path)
     assert "resumed from" in (killed / "train.log").read_text()
     assert_bitwise(trained_state(whole), trained_state(killed))
     for tag in ("train-loss", "eval-top1", "samples-digest"):
-        assert len({(run_dir / "tags" / f"{tag}.txt").read_text() for run_dir in (whole, killed)}) == 1, tag
+        assert (
+            len({(run_dir / "tags" / f"{tag}.txt").read_text() for run_dir in (whole, killed)}) == 1
+        ), tag
     assert "example_plugin" in json.loads((killed / "versions.json").read_text())
 
     on_ranks(3, train_example, f"output_dir={tmp_path}", "name=killed", "epochs=3")
     summary = read_summary(killed)
-    assert (summary["world_size"], summary["eval/count"], summary["sync"]) == (3, 61, "reduce_broadcast")
+    assert (summary["world_size"], summary["eval/count"], summary["sync"]) == (
+        3,
+        61,
+        "reduce_broadcast",
+    )
     assert [record["samples/count"] for record in records(killed, "samples/count")] == [300] * 3
 
 
 def test_an_installed_plugin_is_found_and_its_version_recorded(tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
-           "--no-build-isolation", "--target", str(tmp_path / "site"), str(PACKAGE)]  # fmt: skip
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(tmp_path / "site"),
+        str(PACKAGE),
+    ]
     done = run_command(pip)
     assert done.code == 0, done.output
-    [command] = re.findall(r"-m ddp_trainer (.+data=shapes.+)", GUIDE.read_text().replace("\\\n", " "))
+    [command] = re.findall(
+        r"-m ddp_trainer (.+data=shapes.+)", GUIDE.read_text().replace("\\\n", " ")
+    )
     words = (*shlex.split(command), "max_steps=2", f"output_dir={tmp_path}", "name=run")
-    succeed(*words, PYTHONPATH=str(tmp_path / "site"), DDP_TRAINER_PLUGINS="example_plugin")  # named twice: once
+    # named twice: once
+    succeed(*words, PYTHONPATH=str(tmp_path / "site"), DDP_TRAINER_PLUGINS="example_plugin")
     assert json.loads((tmp_path / "run" / "versions.json").read_text())["example_plugin"] == "1.0"
 
 
 def test_a_job_file_and_a_sweep_have_the_choices_of_plugins(tmp_path: Path) -> None:
-    job, run_dir = tmp_path / "job.json", tmp_path / "frozen"
+    job = tmp_path / "job.json"
+    run_dir = tmp_path / "frozen"
     words = (*EXAMPLE, "max_steps=2", f"output_dir={tmp_path}")
     frozen = succeed("freeze", str(job), "world_size=2", *words, "name=frozen", **PLUGIN)
     assert frozen.output == f"{run_dir}\n"
     succeed("train", f"job_file={job}", ranks=2, **PLUGIN)
     assert read_summary(run_dir)["steps"] == 2
     succeed("--multirun", *words, "name=sweep", "sync=ddp,reduce_broadcast", **PLUGIN)
-    first, second = (newest_checkpoint(job)["model"] for job in (tmp_path / "sweep").iterdir() if job.is_dir())
+    first, second = (
+        newest_checkpoint(job)["model"] for job in (tmp_path / "sweep").iterdir() if job.is_dir()
+    )
     torch.testing.assert_close(first, second)
     assert "ok" in succeed("verify", str(run_dir), **PLUGIN).output
     unknown = launch("train", f"job_file={job}")
@@ -139,17 +184,22 @@ DATA_SETS = ", ".join(sorted({*registry.choices("data"), "shapes"}))
         f"data=shape is not a valid choice: choose from {DATA_SETS} (did you mean shapes?)",
     ],
 )
-def test_the_choices_and_keys_of_plugins_are_checked(message: str, before_torch: dict[str, Any]) -> None:
+def test_the_choices_and_keys_of_plugins_are_checked(
+    message: str, before_torch: dict[str, Any]
+) -> None:
     done = launch("data=shapes", message.split()[0], **before_torch)
     assert done == (USER_ERROR, f"error: {message}\n")
 
 
-# --- a plug-in that cannot be loaded ----------------------------------------------------------------
+# --- a plug-in that cannot be loaded --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("code", "cause"),
-    [("raise OSError('no\\nlicence')", "OSError: no licence"), (None, "ModuleNotFoundError: No module ")],
+    [
+        ("raise OSError('no\\nlicence')", "OSError: no licence"),
+        (None, "ModuleNotFoundError: No module "),
+    ],
 )
 def test_a_plugin_that_cannot_be_imported_is_one_line_that_names_it(
     code: str | None, cause: str, tmp_path: Path, without_torch: dict[str, str]
@@ -160,13 +210,17 @@ def test_a_plugin_that_cannot_be_imported_is_one_line_that_names_it(
     done = launch("--cfg", "job", DDP_TRAINER_PLUGINS="mine", PYTHONPATH=path)
     assert (done.code, done.output.count("\n")) == (USER_ERROR, 1)
     assert done.output.startswith(f"error: plug-in mine cannot be imported ({cause}")
-    assert done.output.endswith("correct or uninstall the plug-in, or remove it from DDP_TRAINER_PLUGINS\n")
+    assert done.output.endswith(
+        "correct or uninstall the plug-in, or remove it from DDP_TRAINER_PLUGINS\n"
+    )
 
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget after the test what it registers."""
-    monkeypatch.setattr(registry, "_choices", {group: dict(registry.choices(group)) for group in registry.GROUPS})
+    monkeypatch.setattr(
+        registry, "_choices", {group: dict(registry.choices(group)) for group in registry.GROUPS}
+    )
 
 
 @dataclass
@@ -184,13 +238,22 @@ def test_a_name_is_a_word_and_registered_once() -> None:
         name: str = "mine"
 
     register_dataset("mine", MineConfig, builder="mine:build")
-    register_dataset("mine", MineConfig, builder="mine:build_better")  # a module that is imported again
-    with pytest.raises(ValueError, match=r"^data=mine is already registered by test_plugins: choose another name$"):
+    # a module that is imported again
+    register_dataset("mine", MineConfig, builder="mine:build_better")
+    with pytest.raises(
+        ValueError, match=r"^data=mine is already registered by test_plugins: choose another name$"
+    ):
         register_dataset("mine", OtherConfig, builder="other:build")
     with pytest.raises(ValueError, match=r"^data=my data must consist of letters"):
-        register_dataset("my data", make_dataclass("My", [("name", str, "my data")], bases=(DataConfig,)))
-    with pytest.raises(ValueError, match=r"^logger=my.log must consist of letters, digits and the characters _ -, "):
-        register_logger("my.log", make_dataclass("My", [("name", str, "my.log")], bases=(LoggerConfig,)))
+        register_dataset(
+            "my data", make_dataclass("My", [("name", str, "my data")], bases=(DataConfig,))
+        )
+    with pytest.raises(
+        ValueError, match=r"^logger=my.log must consist of letters, digits and the characters _ -, "
+    ):
+        register_logger(
+            "my.log", make_dataclass("My", [("name", str, "my.log")], bases=(LoggerConfig,))
+        )
 
 
 @pytest.mark.usefixtures("own_registry")
@@ -200,11 +263,23 @@ def test_a_name_is_a_word_and_registered_once() -> None:
         ([NAME], ModelConfig, "no_function", "the builder of model=mine must be a function or "),
         ([NAME], ModelConfig, "a:b:c", "the builder of model=mine must be a function or "),
         ([NAME], object, "a:b", "Mine must be a subclass of ModelConfig"),
-        ([("width", int, 1)], ModelConfig, "a:b", "Mine must be a dataclass with the field name: str = 'mine'"),
-        ([NAME, ("kind", set, 0)], ModelConfig, "a:b", "Mine.kind has a type that configs do not support"),
+        (
+            [("width", int, 1)],
+            ModelConfig,
+            "a:b",
+            "Mine must be a dataclass with the field name: str = 'mine'",
+        ),
+        (
+            [NAME, ("kind", set, 0)],
+            ModelConfig,
+            "a:b",
+            "Mine.kind has a type that configs do not support",
+        ),
     ],
 )
-def test_what_cannot_be_registered_is_refused(fields: list[Any], base: type, builder: str, message: str) -> None:
+def test_what_cannot_be_registered_is_refused(
+    fields: list[Any], base: type, builder: str, message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         register_model("mine", make_dataclass("Mine", fields, bases=(base,)), builder=builder)
 
@@ -228,12 +303,15 @@ def versions_differ(folder: str, plugin: str) -> str:
 def test_versions_of_plugins_are_compared_over_ranks(tmp_path: Path) -> None:
     first, second = on_ranks(2, versions_differ, str(tmp_path), "mine")
     assert first == second
-    assert re.match(r"rank 1 was started with .*\(plug-in mine: sha256:\w+ → sha256:\w+\)", first), first
+    assert re.match(
+        r"rank 1 was started with .*\(plug-in mine: sha256:\w+ → sha256:\w+\)", first
+    ), first
 
 
-# --- what builders must return ----------------------------------------------------------------------
+# --- what builders must return --------------------------------------------------------------------
 
-IMAGES, LABELS = torch.zeros(6, 1, 8, 8, dtype=torch.uint8), torch.arange(6) % 3
+IMAGES = torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
+LABELS = torch.arange(6) % 3
 GOOD = ImageTensors(IMAGES, LABELS)
 FLOATS = [(image / 255, 0) for image in IMAGES]
 
@@ -242,14 +320,37 @@ FLOATS = [(image / 255, 0) for image in IMAGES]
 @pytest.mark.parametrize(
     ("train", "evaluation", "message"),
     [
-        (ImageTensors(IMAGES.float(), LABELS), GOOD, "train images must be uint8 [N, C, H, W] and are torch.float32 ["),
-        (ImageTensors(IMAGES[0], LABELS), GOOD, "train images must be uint8 [N, C, H, W] and are torch.uint8 [1, 8, "),
-        (GOOD, ImageTensors(IMAGES, LABELS[:5]), "eval labels must be int64 [6] and are torch.int64 [5]"),
+        (
+            ImageTensors(IMAGES.float(), LABELS),
+            GOOD,
+            "train images must be uint8 [N, C, H, W] and are torch.float32 [",
+        ),
+        (
+            ImageTensors(IMAGES[0], LABELS),
+            GOOD,
+            "train images must be uint8 [N, C, H, W] and are torch.uint8 [1, 8, ",
+        ),
+        (
+            GOOD,
+            ImageTensors(IMAGES, LABELS[:5]),
+            "eval labels must be int64 [6] and are torch.int64 [5]",
+        ),
         (ImageTensors(IMAGES, LABELS + 1), GOOD, "train labels must be 0 to 2 and are 1 to 3"),
         (GOOD, ImageTensors(IMAGES[:0], LABELS[:0]), "eval has no sample"),
         (iter([]), GOOD, "train has no length: it must be ImageTensors or a map-style data set"),
-        (GOOD, ImageTensors(IMAGES[..., :6], LABELS), "images must have one shape: train has (1, 8, 8) and eval (1, 8"),
-        (FLOATS, GOOD, "sample 0 of list must be a uint8 tensor [C, H, W] or a PIL image and is torch.float32 [1, 8"),
+        (
+            GOOD,
+            ImageTensors(IMAGES[..., :6], LABELS),
+            "images must have one shape: train has (1, 8, 8) and eval (1, 8",
+        ),
+        (
+            FLOATS,
+            GOOD,
+            (
+                "sample 0 of list must be a uint8 tensor [C, H, W] or a PIL image and is"
+                " torch.float32 [1, 8"
+            ),
+        ),
     ],
 )
 def test_splits_that_do_not_fit_are_one_error(train: Any, evaluation: Any, message: str) -> None:
@@ -268,18 +369,30 @@ def test_memory_that_is_used_up_by_the_first_image_is_one_error() -> None:
         def __getitem__(self, index: int) -> Any:
             raise MemoryError
 
-    register_dataset("mine", MineConfig, builder=lambda config: Datasets(train=Large(), eval=GOOD, class_names="abc"))
-    with pytest.raises(ConfigError, match=r"^data=mine does not fit into the memory of this host: use a larger host$"):
+    register_dataset(
+        "mine",
+        MineConfig,
+        builder=lambda config: Datasets(train=Large(), eval=GOOD, class_names="abc"),
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^data=mine does not fit into the memory of this host: use a larger host$",
+    ):
         build_datasets(MineConfig())
 
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize(
     ("group", "base", "returns"),
-    [("model", ModelConfig, "Module"), ("data", DataConfig, "Datasets"), ("sync", SyncConfig, "GradientSync"),
-     ("logger", LoggerConfig, "Logger"), ("optimizer", OptimizerConfig, "Optimizer"),
-     ("scheduler", SchedulerConfig, "Callable")],
-)  # fmt: skip
+    [
+        ("model", ModelConfig, "Module"),
+        ("data", DataConfig, "Datasets"),
+        ("sync", SyncConfig, "GradientSync"),
+        ("logger", LoggerConfig, "Logger"),
+        ("optimizer", OptimizerConfig, "Optimizer"),
+        ("scheduler", SchedulerConfig, "Callable"),
+    ],
+)
 def test_a_builder_that_returns_something_else_is_one_error(
     group: str, base: type, returns: str, tmp_path: Path
 ) -> None:
@@ -288,7 +401,8 @@ def test_a_builder_that_returns_something_else_is_one_error(
     chosen: Any = {group: {"mine": schema()} if group == "logger" else schema()}
     config = Config(output_dir=str(tmp_path), **chosen)
     message = (
-        f"^{group}=mine: the builder must return an object of type {returns}, and returned an object of type NoneType$"
+        f"^{group}=mine: the builder must return an object of type {returns}, and returned an"
+        " object of type NoneType$"
     )
     with pytest.raises(registry.PluginError, match=message):
         run(config)
@@ -297,43 +411,60 @@ def test_a_builder_that_returns_something_else_is_one_error(
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize("num_outputs", [9, 11])
-def test_a_model_with_another_number_of_classes_is_one_error(num_outputs: int, tmp_path: Path) -> None:
+def test_a_model_with_another_number_of_classes_is_one_error(
+    num_outputs: int, tmp_path: Path
+) -> None:
     @dataclass
     class LinearConfig(ModelConfig):
         name: str = "linear"
 
     @register_model("linear", LinearConfig)
-    def build(config: LinearConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    def build(
+        config: LinearConfig, *, image_shape: tuple[int, int, int], num_classes: int
+    ) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(image_shape), num_outputs))
 
-    with pytest.raises(ConfigError, match=r"^model=linear must return logits \[images, classes\], which is \[2, 10\] "):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model=linear must return logits \[images, classes\], which is \[2, 10\] ",
+    ):
         run(Config(output_dir=str(tmp_path), model=LinearConfig()))
     shutdown()
 
 
-# --- what the papers show ---------------------------------------------------------------------------
+# --- what the papers show -------------------------------------------------------------------------
 
 
 def test_the_guide_shows_the_files_of_the_example() -> None:
-    blocks = re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL
+    )
     files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml")]
     assert dict(blocks) == {str(path.relative_to(PACKAGE)): path.read_text() for path in files}
 
 
 def test_the_model_of_the_readme_trains(tmp_path: Path) -> None:
     section = (ROOT / "README.md").read_text().partition("## Your own model")[2]
-    [code] = re.findall(r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    [code] = re.findall(
+        r"^```python\n(.*?)^```", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL
+    )
     (tmp_path / "tiny.py").write_text(code)
-    done = succeed("model=tiny", "model.width=128", "max_steps=1", cwd=tmp_path, DDP_TRAINER_PLUGINS="tiny")
+    done = succeed(
+        "model=tiny", "model.width=128", "max_steps=1", cwd=tmp_path, DDP_TRAINER_PLUGINS="tiny"
+    )
     assert "tiny (" in done.output
 
 
-# --- one more choice, and nothing else changes ------------------------------------------------------
+# --- one more choice, and nothing else changes ----------------------------------------------------
 
 
 def test_a_model_is_added_to_the_package_in_two_files(tmp_path: Path) -> None:
-    """Add the example's model to a copy of the package: its file, and a schema with its registration."""
-    shutil.copytree(ROOT / "ddp_trainer", tmp_path / "ddp_trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    """Add the example's model to a copy of the package: its file, and a schema with its
+    registration.
+    """
+    shutil.copytree(
+        ROOT / "ddp_trainer", tmp_path / "ddp_trainer", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     text = (PACKAGE / "example_plugin" / "convmixer.py").read_text()
     text = text.replace("from example_plugin import", "from ddp_trainer.config.models import")
@@ -351,7 +482,9 @@ class ConvMixerConfig(ModelConfig):
 
 register_model("convmixer", ConvMixerConfig, builder="ddp_trainer.models.convmixer:build_convmixer")
 """)
-    done = succeed("model=convmixer", "data=digits", "max_steps=1", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = succeed(
+        "model=convmixer", "data=digits", "max_steps=1", cwd=tmp_path, PYTHONPATH=str(tmp_path)
+    )
     assert "convmixer (" in done.output
     assert read_summary(tmp_path / "outputs" / "digits-convmixer-ddp")["steps"] == 1
 
@@ -360,10 +493,20 @@ def test_existing_tests_hold_with_the_choices_of_plugins() -> None:
     """Run the tests that see all choices of a group in a process that has loaded the example."""
     files = ["config/test_config.py", "test_bad_input.py", "commands/test_train.py"]
     pytest_command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files]
-    selected = "same_defaults or every_key or every_rule or choices_of_each_group or completion_offers or null"
-    done = run_command([*pytest_command, "-k", selected], cwd=ROOT / "tests", deadline=240, **PLUGIN)
+    selected = (
+        "same_defaults or every_key or every_rule or choices_of_each_group or completion_offers or"
+        " null"
+    )
+    done = run_command(
+        [*pytest_command, "-k", selected], cwd=ROOT / "tests", deadline=240, **PLUGIN
+    )
     assert done.code == 0, done.output
     for group, name in CHOICES.items():
-        assert f"[{group}-{name}] PASSED" in done.output  # the parametrized lists come from the registry
-    for test in ("test_a_bad_argument_is_named_with_its_rule[model=null]", "choices_of_each_group", "completion_"):
+        # the parametrized lists come from the registry
+        assert f"[{group}-{name}] PASSED" in done.output
+    for test in (
+        "test_a_bad_argument_is_named_with_its_rule[model=null]",
+        "choices_of_each_group",
+        "completion_",
+    ):
         assert test in done.output

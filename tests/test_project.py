@@ -37,7 +37,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as sources:
         sources.extractall(folder, filter="data")
-    subprocess.run([*build, "wheel"], cwd=folder / archive.name.removesuffix(".tar.gz"), check=True, timeout=60)
+    subprocess.run(
+        [*build, "wheel"], cwd=folder / archive.name.removesuffix(".tar.gz"), check=True, timeout=60
+    )
     [built] = folder.glob("*.whl")
     return built
 
@@ -49,13 +51,27 @@ def test_the_wheel_holds_the_package_and_nothing_of_the_checkout(wheel: Path) ->
 
 
 def test_the_installed_wheel_trains_from_another_directory(wheel: Path, tmp_path: Path) -> None:
-    """Its commands run in a new environment that holds the wheel; the packages that it needs are borrowed from ours."""
+    """Its commands run in a new environment that holds the wheel; the packages that it needs are
+    borrowed from ours.
+    """
     venv.create(tmp_path / "env", symlinks=True)
     [packages] = (tmp_path / "env").glob("lib/python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "--python", f"{tmp_path}/env/bin/python", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--disable-pip-version-check", "--no-index", str(wheel)], check=True, timeout=60)
-    # A path in a .pth file comes after the environment's own packages, and a .pth file in it is not followed:
-    # the wheel wins, and the checkout, which is in ours as an editable install, is out of reach.
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        f"{tmp_path}/env/bin/python",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
+    subprocess.run(
+        [*pip, "--disable-pip-version-check", "--no-index", str(wheel)], check=True, timeout=60
+    )
+    # A path in a .pth file comes after the environment's own packages, and a .pth file in it is not
+    # followed: the wheel wins, and the checkout, which is in ours as an editable install, is out of
+    # reach.
     (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
 
     def installed(command: str, *words: str) -> str:
@@ -63,12 +79,16 @@ def test_the_installed_wheel_trains_from_another_directory(wheel: Path, tmp_path
         assert done.code == (2 if "--multirun" in words else 0), done.output
         return done.output
 
-    where = installed("python", "-c", "from ddp_trainer.config.composition import config_dir; print(config_dir())")
+    where = installed(
+        "python", "-c", "from ddp_trainer.config.composition import config_dir; print(config_dir())"
+    )
     assert where == f"{packages.resolve()}/ddp_trainer/conf\n"
     launchers = ("hydra/launcher=torchrun", "hydra.launcher.max_parallel=0")
     error = installed("ddp-trainer", "--multirun", *launchers)
     assert error == "error: hydra.launcher.max_parallel=0 must be greater than 0\n"
-    installed("python", *torchrun(2)[1:], "-m", "ddp_trainer", "model=lenet", "max_steps=3", "name=run")
+    installed(
+        "python", *torchrun(2)[1:], "-m", "ddp_trainer", "model=lenet", "max_steps=3", "name=run"
+    )
     summary = read_summary(tmp_path / "outputs" / "run")
     assert (summary["steps"], summary["world_size"], summary["eval/count"]) == (3, 2, 355)
 
@@ -83,13 +103,16 @@ def fenced_lines(paper: Path) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every command in the papers that starts ddp_trainer without the choices that the same paper registers."""
+    """Every command in the papers that starts ddp_trainer without the choices that the same paper
+    registers.
+    """
     found = []
     for paper in PAPERS:
         own = set(re.findall(r'register_\w+\("(\w+)"', paper.read_text()))
         for line in fenced_lines(paper):
             is_command = re.search(r"-m ddp_trainer(?= |$)|^ddp-trainer |launch/local\.sh ", line)
-            is_of_a_run = re.search(r"ddp_trainer (evaluate|predict|export|report) ", line)  # has options of its own
+            # has options of its own
+            is_of_a_run = re.search(r"ddp_trainer (evaluate|predict|export|report) ", line)
             is_own = own & set(re.findall(r"=(\w+)", line))  # those are in test_plugins.py
             if is_command and not is_of_a_run and not is_own:
                 found.append(line)
@@ -110,7 +133,12 @@ def jobs_of(overrides: list[str]) -> list[tuple[str, ...]]:
     choices = []
     for override, word in zip(parsed, overrides, strict=True):
         if override.is_discrete_sweep():
-            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+            choices.append(
+                [
+                    f"{override.get_key_element()}={value}"
+                    for value in override.sweep_string_iterator()
+                ]
+            )
         else:
             choices.append([re.sub(r"interval\((.+?),.*\)", r"\1", word)])
     return list(product(*choices))
@@ -133,17 +161,25 @@ def test_papers_are_short_and_their_links_lead_to_files() -> None:
 
 
 def test_the_readme_names_every_choice_of_every_group() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)=` \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\| `(\w+)=` \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    )
     named = {group: set(re.findall(r"`(\w+)`", choices)) for group, choices in rows.items()}
     expected = {"experiment": {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}}
     for group in registry.GROUPS:
-        schemas = {name: choice.schema.__module__ for name, choice in registry.choices(group).items()}
-        expected[group] = {name for name, module in schemas.items() if module.startswith("ddp_trainer.")}
+        schemas = {
+            name: choice.schema.__module__ for name, choice in registry.choices(group).items()
+        }
+        expected[group] = {
+            name for name, module in schemas.items() if module.startswith("ddp_trainer.")
+        }
     assert named == expected
 
 
 def test_the_changelog_begins_with_this_version_and_constraints_are_exact() -> None:
-    versions = re.findall(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = re.findall(
+        r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     assert versions[0] == ddp_trainer.__version__
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
@@ -156,7 +192,10 @@ def test_the_changelog_begins_with_this_version_and_constraints_are_exact() -> N
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs Debian's shellcheck")
 def test_shell_scripts_pass_shellcheck() -> None:
     folders = [ROOT / name for name in ("launch", "docs", "benchmarks")]
-    scripts = [ROOT / ".ci" / "run", *(path for folder in folders for path in folder.rglob("*.s[hb]*"))]
+    scripts = [
+        ROOT / ".ci" / "run",
+        *(path for folder in folders for path in folder.rglob("*.s[hb]*")),
+    ]
     done = run_command(["shellcheck", *map(str, scripts)])
     assert done.code == 0, done.output
 
@@ -167,8 +206,19 @@ def test_in_ci_a_skipped_test_fails_the_run_unless_it_needs_a_gpu(tmp_path: Path
         "def test_moon():\n    pytest.skip('the moon is full')\n"
         "@pytest.mark.gpu\ndef test_gpu():\n    pytest.skip('needs a GPU')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest",
-               "-p", "no:cacheprovider", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-p",
+        "conftest",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
     done = run_command(command, cwd=tmp_path, CI="true", PYTHONPATH=str(ROOT / "tests"))
     assert done.code == 1, done.output
     assert re.findall("^CI must not skip .*::(.*)", done.output, re.MULTILINE) == [

@@ -33,12 +33,16 @@ VARIANTS = {
     "batchnorm": (*BATCHNORM, "data.num_train=72", "epochs=1"),
 }
 AT = {2: [*VARIANTS], 3: ["momentum", "batchnorm"], 4: ["momentum"]}
-"""The variants by number of ranks: what a variant adds does not depend on it, unlike the order of sums."""
+"""The variants by number of ranks: what a variant adds does not depend on it, unlike the order of
+sums.
+"""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that trains variants on so many ranks: left alone in whole-…, resumed in parts-…"""
+    """Return a function that trains variants on so many ranks: left alone in whole-…, resumed in
+    parts-…
+    """
 
     @functools.cache
     def train(ranks: int) -> Path:
@@ -54,14 +58,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return train
 
 
-@pytest.mark.parametrize(("ranks", "variant"), [(ranks, variant) for ranks in AT for variant in AT[ranks]])
+@pytest.mark.parametrize(
+    ("ranks", "variant"), [(ranks, variant) for ranks in AT for variant in AT[ranks]]
+)
 def test_stopped_in_mid_epoch_and_resumed_is_bitwise_the_same(
     ranks: int, variant: str, trained: Callable[[int], Path]
 ) -> None:
     whole, parts = (trained(ranks) / f"{one}-{variant}" for one in ("whole", "parts"))
     assert read_summary(parts)["steps"] == read_summary(whole)["steps"] > 5
     assert_bitwise(trained_state(whole), trained_state(parts))
-    digests = [[record["samples/digest"] for record in records(run, "samples/digest")] for run in (whole, parts)]
+    digests = [
+        [record["samples/digest"] for record in records(run, "samples/digest")]
+        for run in (whole, parts)
+    ]
     assert digests[0] == digests[1][-len(digests[0]) :]
 
 
@@ -76,7 +85,9 @@ def test_resumed_on_other_numbers_of_ranks_uses_the_same_samples(
     torch.testing.assert_close(whole["model"], parts["model"])
 
 
-def test_a_run_may_go_on_in_another_memory_layout(trained: Callable[[int], Path], tmp_path: Path) -> None:
+def test_a_run_may_go_on_in_another_memory_layout(
+    trained: Callable[[int], Path], tmp_path: Path
+) -> None:
     common = (*MIDDLE, f"output_dir={tmp_path}", "name=run")
     train_all(1, [(*common, "channels_last=true", "max_steps=5"), (*common, "channels_last=false")])
     whole = newest_checkpoint(trained(2) / "whole-momentum")
@@ -109,29 +120,43 @@ def test_the_report_of_a_stopped_run_has_no_scores_of_an_earlier_step(tmp_path: 
 @pytest.mark.fault("more epochs at resume")
 def test_more_epochs_continue_on_the_longer_schedule(tmp_path: Path) -> None:
     common = (*TINY, f"output_dir={tmp_path}", "log_every_steps=1")
-    train_all(1, [(*common, "name=whole", "epochs=4"), (*common, "name=parts"), (*common, "name=parts", "epochs=4")])
+    train_all(
+        1,
+        [
+            (*common, "name=whole", "epochs=4"),
+            (*common, "name=parts"),
+            (*common, "name=parts", "epochs=4"),
+        ],
+    )
     whole, parts = (
-        {r["step"]: r["optim/lr"] for r in records(tmp_path / name, "optim/lr")} for name in ("whole", "parts")
+        {r["step"]: r["optim/lr"] for r in records(tmp_path / name, "optim/lr")}
+        for name in ("whole", "parts")
     )
     later = range(17, 33)
     assert [parts[step] for step in later] == [whole[step] for step in later]
 
 
 def test_saves_come_by_the_clock_too(train_in: Callable[..., Path]) -> None:
-    run_dir = train_in("run", *TINY, "checkpoint.every_seconds=0.0001", "log_every_steps=1", ranks=2)
+    run_dir = train_in(
+        "run", *TINY, "checkpoint.every_seconds=0.0001", "log_every_steps=1", ranks=2
+    )
     steps = [int(path.stem[5:]) for path in (run_dir / "checkpoints").glob("step-*.pt")]
     assert sorted(steps) == [14, 15, 16]
 
 
 def test_the_best_checkpoint_stays(train_in: Callable[..., Path]) -> None:
-    run_dir = train_in("run", "model=lenet", "data=digits", "epochs=6", "checkpoint.keep_last=1", "precision=fp32")
+    run_dir = train_in(
+        "run", "model=lenet", "data=digits", "epochs=6", "checkpoint.keep_last=1", "precision=fp32"
+    )
     best = torch.load(run_dir / "checkpoints/best.pt", weights_only=True)
     top1 = [record["eval/top1"] for record in records(run_dir, "eval/top1")]
     assert best["best_top1"] == max(top1) == read_summary(run_dir)["best_top1"]
     assert len(list((run_dir / "checkpoints").glob("step-*.pt"))) == 1
 
 
-def test_a_best_checkpoint_that_cannot_be_kept_ends_no_run(tmp_path: Path, train_in: Callable[..., Path]) -> None:
+def test_a_best_checkpoint_that_cannot_be_kept_ends_no_run(
+    tmp_path: Path, train_in: Callable[..., Path]
+) -> None:
     (tmp_path / "run/checkpoints/best.pt/in the way").mkdir(parents=True)  # no file gets there
     run_dir = train_in("run", *TINY)
     assert read_summary(run_dir)["status"] == "finished"

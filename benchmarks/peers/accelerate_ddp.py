@@ -18,7 +18,9 @@ def batches(loader: DataLoader) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(job: Job) -> Accelerator:
-    accelerator = Accelerator(cpu=job.device == "cpu", mixed_precision="bf16" if job.precision == "bf16" else "no")
+    accelerator = Accelerator(
+        cpu=job.device == "cpu", mixed_precision="bf16" if job.precision == "bf16" else "no"
+    )
     torch.manual_seed(0)
     model = build_model(job.model)
     model, optimizer, loader = accelerator.prepare(
@@ -38,7 +40,9 @@ def train(job: Job) -> Accelerator:
         if clock.steps == job.steps:
             break
     if accelerator.is_main_process:
-        clock.report(world_size=accelerator.num_processes, version=f"accelerate {version('accelerate')}")
+        clock.report(
+            world_size=accelerator.num_processes, version=f"accelerate {version('accelerate')}"
+        )
     accelerator.free_memory()
     return accelerator
 

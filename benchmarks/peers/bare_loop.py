@@ -1,7 +1,8 @@
-"""Train with DDP in a plain loop over the batches of ddp_trainer, to measure what the trainer of ddp_trainer costs.
+"""Train with DDP in a plain loop over the batches of ddp_trainer, to measure what the trainer of
+ddp_trainer costs.
 
-Two settings of DDP differ from those of ddp_trainer: the buckets have torch's default size, and rank 0 sends its
-buffers to all ranks before each forward pass (a LeNet has none).
+Two settings of DDP differ from those of ddp_trainer: the buckets have torch's default size, and
+rank 0 sends its buffers to all ranks before each forward pass (a LeNet has none).
 """
 
 import gc
@@ -31,22 +32,28 @@ def batches(loader: TrainLoader) -> Iterator[Batch]:
 
 
 def train(job: Job) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    device, layout = place(job, int(os.environ["LOCAL_RANK"])), torch.channels_last
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    device = place(job, int(os.environ["LOCAL_RANK"]))
+    layout = torch.channels_last
     torch.backends.cudnn.benchmark = True  # as ddp_trainer does
     torch.manual_seed(0)
     images = read_split(job.data, "train")
     loader = TrainLoader(
         ResidentReader(images, device=device),
         sampler=GlobalBatchSampler(images, global_batch_size=job.batch_size * world_size),
-        augmentation=Augmentation(AugmentConfig(random_crop_padding=2, random_hflip=True), height=28, width=28, seed=0),
+        augmentation=Augmentation(
+            AugmentConfig(random_crop_padding=2, random_hflip=True), height=28, width=28, seed=0
+        ),
         normalize=Normalize([MEAN], [STD], device=device, memory_format=layout),
         device=device,
     )
     model = build_model(job.model).to(device).to(memory_format=layout)
     device_ids = [device.index] if device.type == "cuda" else None
     model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, fused=True
+    )
     clock = Clock(job)
     for batch in batches(loader):
         with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import models, transforms
 
-MEAN, STD = 0.2860, 0.3530
+MEAN = 0.2860
+STD = 0.3530
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,17 @@ def parse_job() -> Job:
     parser.add_argument("--launched", type=float, default=time.time())
     job = Job(**vars(parser.parse_args()))
     if job.steps < 2 * job.window:
-        parser.error(f"--steps={job.steps} must be at least two windows of {job.window}: the first is a warm-up")
+        parser.error(
+            f"--steps={job.steps} must be at least two windows of {job.window}: the first is a"
+            " warm-up"
+        )
     return job
 
 
 class FashionMNIST(Dataset):
-    """torchvision's FashionMNIST for gzipped files: each sample is a PIL image that goes through `transform`."""
+    """torchvision's FashionMNIST for gzipped files: each sample is a PIL image that goes through
+    `transform`.
+    """
 
     def __init__(self, folder: Path, transform: transforms.Compose) -> None:
         with gzip.open(folder / "train-images-idx3-ubyte.gz") as file:
@@ -99,8 +105,12 @@ def build_dataset(job: Job) -> FashionMNIST:
     )
 
 
-def build_dataloader(job: Job, dataset: FashionMNIST, sampler: Sampler[int] | None = None) -> DataLoader:
-    """Return a loader of the batches of a rank; without `sampler` it shuffles, and the framework shards it."""
+def build_dataloader(
+    job: Job, dataset: FashionMNIST, sampler: Sampler[int] | None = None
+) -> DataLoader:
+    """Return a loader of the batches of a rank; without `sampler` it shuffles, and the framework
+    shards it.
+    """
     return DataLoader(
         dataset,
         batch_size=job.batch_size,
@@ -114,7 +124,9 @@ def build_dataloader(job: Job, dataset: FashionMNIST, sampler: Sampler[int] | No
 
 
 def build_model(name: str) -> nn.Module:
-    """Return the LeNet or ResNet-18 of ddp_trainer, for grey images of 28×28 pixels and 10 classes."""
+    """Return the LeNet or ResNet-18 of ddp_trainer, for grey images of 28×28 pixels and 10
+    classes.
+    """
     if name == "lenet":
         return nn.Sequential(
             nn.Conv2d(1, 20, kernel_size=3),
@@ -142,7 +154,9 @@ class Clock:
     """Measures the time until the first step ends, and the duration of each window of steps."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.steps, self.windows = job, 0, []
+        self.job = job
+        self.steps = 0
+        self.windows = []
         self.first_step_seconds = 0.0
         self.began = time.perf_counter()
 

@@ -30,7 +30,9 @@ class Timing(lightning.Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.clock.tick():
             outputs["loss"].item()
             self.clock.close_window()

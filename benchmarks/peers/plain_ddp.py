@@ -1,6 +1,7 @@
 """DistributedDataParallel with a DataLoader, as in the tutorials of PyTorch.
 
-Source: PyTorch tutorials, "Getting Started with Distributed Data Parallel" and "Multi GPU training with DDP".
+Source: PyTorch tutorials, "Getting Started with Distributed Data Parallel" and "Multi GPU training
+with DDP".
 """
 
 import gc
@@ -9,7 +10,16 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from job import Clock, Job, build_dataloader, build_dataset, build_model, build_optimizer, parse_job, place
+from job import (
+    Clock,
+    Job,
+    build_dataloader,
+    build_dataset,
+    build_model,
+    build_optimizer,
+    parse_job,
+    place,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -24,20 +34,23 @@ def batches(loader: DataLoader, sampler: DistributedSampler) -> Iterator[tuple[T
 
 
 def train(job: Job) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     device = place(job, int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
     dataset = build_dataset(job)
     sampler = DistributedSampler(dataset)
     loader = build_dataloader(job, dataset, sampler)
     model = DistributedDataParallel(
-        build_model(job.model).to(device), device_ids=[device.index] if device.type == "cuda" else None
+        build_model(job.model).to(device),
+        device_ids=[device.index] if device.type == "cuda" else None,
     )
     optimizer = build_optimizer(model)
     criterion = nn.CrossEntropyLoss()
     clock = Clock(job)
     for images, labels in batches(loader, sampler):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
             loss = criterion(model(images), labels)

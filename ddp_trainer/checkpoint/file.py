@@ -1,5 +1,7 @@
-"""A checkpoint file: the output of ``torch.save`` (read it with ``torch.load(path, weights_only=True)``), then `MAGIC`
-and the SHA-256 of that output, which reveals truncation and any flipped bit."""
+"""A checkpoint file: the output of ``torch.save`` (read it with ``torch.load(path,
+weights_only=True)``), then `MAGIC` and the SHA-256 of that output, which reveals truncation and any
+flipped bit.
+"""
 
 import hashlib
 import io
@@ -31,11 +33,12 @@ class DamagedCheckpointError(Exception):
 
 
 def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
-    """Write `state` to `path` and, unless None, to `also`. After a crash, each file has its old content or its new.
+    """Write `state` to `path` and, unless None, to `also`. After a crash, each file has its old
+    content or its new.
 
-    `also` is replaced before `path`. If this process ends between the two, the next launch resumes from an older
-    checkpoint, trains the same steps again, and writes both files again.
-    OSError if the disk is full, read-only or over its quota; `path` is then unchanged.
+    `also` is replaced before `path`. If this process ends between the two, the next launch resumes
+    from an older checkpoint, trains the same steps again, and writes both files again. OSError if
+    the disk is full, read-only or over its quota; `path` is then unchanged.
     """
     try:
         with replace_file(path) as file:
@@ -73,8 +76,8 @@ def try_link(source: Path, path: Path) -> None:
 def read_state(path: Path) -> State:
     """Return the state in the checkpoint file `path`, without holding it in memory twice.
 
-    Raises DamagedCheckpointError if the file cannot be read, its checksum is wrong, or an object, which could run
-    code, is neither a builtin nor a tensor.
+    Raises DamagedCheckpointError if the file cannot be read, its checksum is wrong, or an object,
+    which could run code, is neither a builtin nor a tensor.
     """
     try:
         with path.open("rb") as file:
@@ -85,33 +88,43 @@ def read_state(path: Path) -> State:
                 what = "the file is truncated, or was not written by ddp_trainer"
                 raise DamagedCheckpointError(f"does not end with a checksum ({size} bytes): {what}")
             file.seek(0)
-            digest, end = hashlib.sha256(), size - TRAILER_BYTES
+            digest = hashlib.sha256()
+            end = size - TRAILER_BYTES
             for start in range(0, end, CHUNK_BYTES):
                 digest.update(file.read(min(CHUNK_BYTES, end - start)))
             if digest.digest() != trailer[-32:]:
-                raise DamagedCheckpointError("does not match its checksum: the file was altered after it was written")
+                raise DamagedCheckpointError(
+                    "does not match its checksum: the file was altered after it was written"
+                )
             return parse(file)
     except OSError as error:
         raise DamagedCheckpointError(f"cannot be read ({error})") from error
 
 
 def parse(file: BinaryIO) -> State:
-    """Return the state in `file`; DamagedCheckpointError if it does not load, or has no key step or epoch."""
+    """Return the state in `file`; DamagedCheckpointError if it does not load, or has no key step or
+    epoch.
+    """
     file.seek(0)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise DamagedCheckpointError(f"does not load ({str(error).splitlines()[0]})") from error
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), int) for key in ("step", "epoch")):
-        raise DamagedCheckpointError("is not a checkpoint of ddp_trainer: the key step or epoch is missing")
+    if not isinstance(state, dict) or not all(
+        isinstance(state.get(key), int) for key in ("step", "epoch")
+    ):
+        raise DamagedCheckpointError(
+            "is not a checkpoint of ddp_trainer: the key step or epoch is missing"
+        )
     return state
 
 
 def broadcast_state(state: State, world: World) -> State:
-    """Return rank 0's `state` on every rank, {} if it is empty. The `state` of the other ranks is ignored.
+    """Return rank 0's `state` on every rank, {} if it is empty. The `state` of the other ranks is
+    ignored.
 
-    Tensors are sent one by one, not as a second copy of the whole state, and arrive contiguous, on the CPU. Collective:
-    every rank must call this.
+    Tensors are sent one by one, not as a second copy of the whole state, and arrive contiguous, on
+    the CPU. Collective: every rank must call this.
     """
     if world.world_size == 1 or not world.broadcast_object(bool(state)):
         return state if world.is_main else {}
@@ -121,7 +134,9 @@ def broadcast_state(state: State, world: World) -> State:
     outline = io.BytesIO(world.broadcast_bytes(outline.getvalue()))
 
     def transfer(tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous() if world.is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
+        tensor = (
+            tensor.contiguous() if world.is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
+        )
         return world.broadcast(tensor)
 
     return tree_map_only(Tensor, transfer, state if world.is_main else parse(outline))

@@ -1,4 +1,6 @@
-"""The checkpoints of one run: written in the background; the newest good one is restored, and old ones are deleted."""
+"""The checkpoints of one run: written in the background; the newest good one is restored, and old
+ones are deleted.
+"""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, broadcast_state, read_state, write_file
+from ddp_trainer.checkpoint.file import (
+    DamagedCheckpointError,
+    State,
+    broadcast_state,
+    read_state,
+    write_file,
+)
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import CheckpointConfig
 from ddp_trainer.distributed.process_group import World
@@ -26,10 +34,14 @@ class Checkpointable(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. Rank 0 reads and writes files; writing happens in the background."""
+    """The checkpoints of one run directory. Rank 0 reads and writes files; writing happens in the
+    background.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig, *, world: World) -> None:
-        self.folder, self.config, self.world = folder, config, world
+        self.folder = folder
+        self.config = config
+        self.world = world
         self.last_good: Path | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -40,15 +52,18 @@ class CheckpointStore:
         self._pool.shutdown()
 
     def paths(self) -> list[Path]:
-        """Return the checkpoint files on disk from which a run can resume (step-*.pt, not best.pt), newest first."""
+        """Return the checkpoint files on disk from which a run can resume (step-*.pt, not best.pt),
+        newest first.
+        """
         found = [path for path in self.folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; return False if there is none.
 
-        ConfigError if all checkpoints are damaged, or if the newest good one has another state than `target` needs.
-        Rank 0 reads the file, and every rank gets the same state. Collective: every rank must call this.
+        ConfigError if all checkpoints are damaged, or if the newest good one has another state than
+        `target` needs. Rank 0 reads the file, and every rank gets the same state. Collective: every
+        rank must call this.
         """
         state = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else dict)
         if state := broadcast_state(state, self.world):
@@ -60,13 +75,15 @@ class CheckpointStore:
                 text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 path = self.folder / f"step-{state['step']:08d}.pt"
                 raise ConfigError(
-                    f"{path} holds something else than the state of this run ({text}): remove it, and the next launch "
-                    "uses the checkpoint before it"
+                    f"{path} holds something else than the state of this run ({text}): remove it,"
+                    " and the next launch uses the checkpoint before it"
                 ) from error
         return bool(state)
 
     def _read_newest(self) -> State:
-        """Return the newest good state, {} if no file; rename newer, damaged files. ConfigError if all are damaged."""
+        """Return the newest good state, {} if no file; rename newer, damaged files. ConfigError if
+        all are damaged.
+        """
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
@@ -82,15 +99,17 @@ class CheckpointStore:
             return state
         if paths:
             raise ConfigError(
-                f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good checkpoint there, "
-                "or set resume=never to start from step 0 (the old directory is renamed)"
+                f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good"
+                " checkpoint there, or set resume=never to start from step 0 (the old directory is"
+                " renamed)"
             )
         return {}
 
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
         """Copy the state of `source`, and write the copy to a checkpoint file in the background.
 
-        If `is_best` and the config's ``keep_best``, also write best.pt. Collective: every rank must call this.
+        If `is_best` and the config's ``keep_best``, also write best.pt. Collective: every rank must
+        call this.
         """
         state = source.state_dict()
         if self.world.is_main:
@@ -104,7 +123,8 @@ class CheckpointStore:
             self._pending.result()
 
     def _write(self, state: State, is_best: bool) -> None:
-        path, best = self.folder / f"step-{state['step']:08d}.pt", self.folder / "best.pt"
+        path = self.folder / f"step-{state['step']:08d}.pt"
+        best = self.folder / "best.pt"
         try:
             self.folder.mkdir(exist_ok=True)
             for leftover in self.folder.glob(".*.writing"):  # of a launch that was killed
@@ -115,4 +135,6 @@ class CheckpointStore:
                 if old != path:
                     old.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s; training continues, the last good checkpoint is %s", error, self.last_good)
+            logger.warning(
+                "%s; training continues, the last good checkpoint is %s", error, self.last_good
+            )

@@ -1,4 +1,6 @@
-"""The commands of ``python -m ddp_trainer``, one module each, and the code that they share (options, exit codes)."""
+"""The commands of ``python -m ddp_trainer``, one module each, and the code that they share
+(options, exit codes).
+"""
 
 COMMANDS = {
     "train": "train a model; the default",

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 -m ddp_trainer benchmark model=lenet data=fashion_mnist
 
-Compares all strategies that can run here, also those of plug-ins. Prints a table, and writes benchmark.json and
-benchmark.png to <output_dir>/benchmark-<name>.
+Compares all strategies that can run here, also those of plug-ins. Prints a table, and writes
+benchmark.json and benchmark.png to <output_dir>/benchmark-<name>.
 """
 
 import json
@@ -42,12 +42,17 @@ class BenchmarkOptions:
     steps: int = field(default=20, metadata=POSITIVE)
     """Optimizer steps of each strategy per round."""
     strategies: str | None = None
-    """Strategies (choices of sync) to compare, such as ddp,ring; null: all strategies that can run here."""
+    """Strategies (choices of sync) to compare, such as ddp,ring; null: all strategies that can run
+    here.
+    """
 
     def __post_init__(self) -> None:
         known = registry.choices("sync")
         for name in self.names or ():
-            require(name in known, f"strategies={name} is not a valid choice: choose from {', '.join(known)}")
+            require(
+                name in known,
+                f"strategies={name} is not a valid choice: choose from {', '.join(known)}",
+            )
 
     @property
     def names(self) -> list[str] | None:
@@ -61,13 +66,17 @@ def main(words: Sequence[str]) -> None:
 
 
 def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
-    """Measure the strategies, and print and write the results on rank 0. Collective: every rank must call this."""
+    """Measure the strategies, and print and write the results on rank 0. Collective: every rank
+    must call this.
+    """
     with disable_gc():
         from ddp_trainer.commands.step_benchmark import compare_strategies  # imports torch
         from ddp_trainer.training.start import start
     with ExitStack() as stack:
         begun = start(config, read_environment(), stack)
-        result = compare_strategies(begun, rounds=options.rounds, steps=options.steps, names=options.names)
+        result = compare_strategies(
+            begun, rounds=options.rounds, steps=options.steps, names=options.names
+        )
     if result is not None:
         print_table(to_table(result))
         for reason in dict.fromkeys(result["left_out"].values()):
@@ -79,12 +88,30 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 
 
 def to_table(result: dict[str, Any]) -> Table:
-    """Return the `result` of `compare_strategies` as a table for the terminal, with one row per strategy."""
-    about, rows = result["about"], result["rows"]
-    headers = ("img/s", "step ms", f"× {rows[0]['name']}", "min–max", "data", "fwd/bwd", "exposed comm", "optimizer",
-               "sent MB", "expected")  # fmt: skip
-    title = f"{about['model']}, {about['data']}, world size {about['world_size']}, {about['backend']}"
-    caption = "MB per rank and step: sent by all programs on the hosts (measured), expected of ddp_trainer (computed)"
+    """Return the `result` of `compare_strategies` as a table for the terminal, with one row per
+    strategy.
+    """
+    about = result["about"]
+    rows = result["rows"]
+    headers = (
+        "img/s",
+        "step ms",
+        f"× {rows[0]['name']}",
+        "min–max",
+        "data",
+        "fwd/bwd",
+        "exposed comm",
+        "optimizer",
+        "sent MB",
+        "expected",
+    )
+    title = (
+        f"{about['model']}, {about['data']}, world size {about['world_size']}, {about['backend']}"
+    )
+    caption = (
+        "MB per rank and step: sent by all programs on the hosts (measured), expected of"
+        " ddp_trainer (computed)"
+    )
     table = Table("sync", *headers, title=title, caption=caption)
     for row in rows:
         sizes = (row["sent_bytes"], row["expected_sent_bytes"])
@@ -94,27 +121,43 @@ def to_table(result: dict[str, Any]) -> Table:
             f"{row['step_ms']:.1f}",
             f"{row['relative']:.2f}",
             f"{row['relative_min']:.2f}–{row['relative_max']:.2f}",
-            *(f"{milliseconds:.1f}" for phase, milliseconds in row["phases_ms"].items() if phase != "other"),
+            *(
+                f"{milliseconds:.1f}"
+                for phase, milliseconds in row["phases_ms"].items()
+                if phase != "other"
+            ),
             *("–" if size is None else f"{size / 1e6:.2f}" for size in sizes),
         )
     return table
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write charts of speed and step phases to `path` if matplotlib is installed; `path_error` if this fails."""
+    """Write charts of speed and step phases to `path` if matplotlib is installed; `path_error` if
+    this fails.
+    """
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:
-        print("benchmark.png is not drawn, because matplotlib is missing: pip install 'ddp_trainer[plot]'")
+        print(
+            "benchmark.png is not drawn, because matplotlib is missing: pip install"
+            " 'ddp_trainer[plot]'"
+        )
         return
-    about, rows = result["about"], result["rows"][::-1]  # the first strategy at the top
+    # the first strategy at the top
+    about = result["about"]
+    rows = result["rows"][::-1]
     figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
     for row in rows:
-        rate, rates = row["images_per_second"], row["images_per_second_by_round"]
+        rate = row["images_per_second"]
+        rates = row["images_per_second_by_round"]
         spread = [[rate - min(rates)], [max(rates) - rate]]
-        bar = left.barh(row["name"], rate, xerr=spread, color="#4477aa", ecolor="#333333", capsize=2)
-        left.bar_label(bar, [f"step time {row['relative']:.2f} × {rows[-1]['name']}"], padding=8, fontsize=8)
+        bar = left.barh(
+            row["name"], rate, xerr=spread, color="#4477aa", ecolor="#333333", capsize=2
+        )
+        left.bar_label(
+            bar, [f"step time {row['relative']:.2f} × {rows[-1]['name']}"], padding=8, fontsize=8
+        )
     left.set(xlabel="images per second (median and range of the rounds)")
     left.margins(x=0.35)  # room for the labels
     starts = [0.0] * len(rows)
@@ -125,10 +168,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     right.set(xlabel="milliseconds per step")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=len(PHASES))
+    figure.legend(
+        *right.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=len(PHASES)
+    )
     figure.suptitle(
-        f"{about['model']} on {about['data']}, {about['world_size']} ranks of {about['threads_per_rank']} thread(s), "
-        f"{about['backend']}, {about['precision']}, global batch {about['global_batch_size']}"
+        f"{about['model']} on {about['data']}, {about['world_size']} ranks of"
+        f" {about['threads_per_rank']} thread(s), {about['backend']}, {about['precision']}, global"
+        f" batch {about['global_batch_size']}"
     )
     with writing(path):
         figure.savefig(path, dpi=110)

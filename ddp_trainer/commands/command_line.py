@@ -16,7 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import config_dir, job_dir, register_configs, to_config
-from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, JobError, TransientError, require
+from ddp_trainer.config.errors import (
+    FAILURE,
+    USER_ERROR,
+    ConfigError,
+    JobError,
+    TransientError,
+    require,
+)
 from ddp_trainer.config.messages import check_overrides, format_config_error
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import Environment, read_environment
@@ -26,13 +33,21 @@ from ddp_trainer.registry import PluginError
 T = TypeVar("T")
 
 RANK_0_SECONDS = 5.0
-"""Seconds for which other ranks wait while rank 0 prints an error: torchrun ends all ranks when one has exited."""
+"""Seconds for which other ranks wait while rank 0 prints an error: torchrun ends all ranks when one
+has exited.
+"""
 
 
 def run_command(
-    command: Callable[[Config, Path, T], None], schema: type[T], words: Sequence[str], *, description: str | None
+    command: Callable[[Config, Path, T], None],
+    schema: type[T],
+    words: Sequence[str],
+    *,
+    description: str | None,
 ) -> None:
-    """Parse `words`; call ``command(config, run_dir, options)`` once, or once per job of a sweep; or print the help."""
+    """Parse `words`; call ``command(config, run_dir, options)`` once, or once per job of a sweep;
+    or print the help.
+    """
     usage = f"{command.__name__} [option=value …] [key=value …]"
     with errors_as_exit_codes():
         options, overrides = parse_options(schema, words, usage=usage, description=description)
@@ -40,13 +55,16 @@ def run_command(
 
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
-    """Compose configs from `words`; call ``function(config, run_dir)`` once, or per job of a sweep. Exits on errors."""
+    """Compose configs from `words`; call ``function(config, run_dir)`` once, or per job of a sweep.
+    Exits on errors.
+    """
     sys.argv[1:] = words
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
     def job(composed: DictConfig) -> float | None:
-        with errors_as_exit_codes():  # inside the job, because Hydra prints exceptions that leave it
+        # inside the job, because Hydra prints exceptions that leave it
+        with errors_as_exit_codes():
             config = to_config(composed)
             return function(config, job_dir(config.output_dir, config.name))
 
@@ -62,20 +80,31 @@ def for_each_job(function: Callable[[Config, Path], float | None], words: Sequen
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Print an exception of the ``with`` block, and exit: with 2 if the user's input is wrong, else with 1."""
+    """Print an exception of the ``with`` block, and exit: with 2 if the user's input is wrong, else
+    with 1.
+    """
     try:
         yield
-    except (TransientError, ConfigError, OmegaConfBaseException, HydraException, PluginError) as error:
+    except (
+        TransientError,
+        ConfigError,
+        OmegaConfBaseException,
+        HydraException,
+        PluginError,
+    ) as error:
         exit_with_user_error(error)
     except Exception as error:
         report_failure(error, read_environment())
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(FAILURE)  # because interpreter shutdown aborts if DDP modules exist and other ranks have ended
+        # because interpreter shutdown aborts if DDP modules exist and other ranks have ended
+        os._exit(FAILURE)
 
 
 def check_arguments() -> None:
-    """Raise ConfigError for a bad override or flag in ``sys.argv``; argparse would print its usage on every rank."""
+    """Raise ConfigError for a bad override or flag in ``sys.argv``; argparse would print its usage
+    on every rank.
+    """
 
     def reject(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -86,16 +115,22 @@ def check_arguments() -> None:
     for word in unknown:
         hint = "set a key without dashes, key=value; --hydra-help lists the flags"
         require(not word.startswith("-"), f"{word} is not a flag: {hint}")
-        reject(f"{word} is separated from the other keys by a flag: put all flags before or after the keys")
+        reject(
+            f"{word} is separated from the other keys by a flag: put all flags before or after the"
+            " keys"
+        )
     check_overrides(arguments.overrides, multirun=arguments.multirun)
 
 
 def exit_with_user_error(error: Exception) -> NoReturn:
-    """Print the error once per node, and exit; rank 0 prints first, because torchrun ends all ranks when one exits."""
+    """Print the error once per node, and exit; rank 0 prints first, because torchrun ends all ranks
+    when one exits.
+    """
     try:
         environment = read_environment()
     except ConfigError:
-        environment = Environment()  # the environment itself is wrong: every process prints the error
+        # the environment itself is wrong: every process prints the error
+        environment = Environment()
     if environment.rank != 0:
         time.sleep(RANK_0_SECONDS * (1 if environment.local_rank == 0 else 2))
     if environment.local_rank == 0:

@@ -4,9 +4,10 @@
     torchrun --nproc_per_node=2 -m ddp_trainer evaluate outputs/pets checkpoint=last split=train
     python -m ddp_trainer evaluate outputs/pets data.root=other_pets
 
-Prints loss, top-1 and top-5, and writes them to evaluation/<checkpoint>-<split>/ in the run directory, with precision
-and recall of each class, the confusion matrix, the calibration and the worst mistakes. Config keys that do not change
-the trained model can be set too, for example device, eval_batch_size, data.root and data.num_workers.
+Prints loss, top-1 and top-5, and writes them to evaluation/<checkpoint>-<split>/ in the run
+directory, with precision and recall of each class, the confusion matrix, the calibration and the
+worst mistakes. Config keys that do not change the trained model can be set too, for example device,
+eval_batch_size, data.root and data.num_workers.
 """
 
 from collections.abc import Sequence
@@ -43,22 +44,33 @@ def main(words: Sequence[str]) -> None:
         with disable_gc():
             from ddp_trainer.inference.scoring import score_run  # imports torch
         scored = score_run(
-            Path(paths[0]), checkpoint=options.checkpoint, split=options.split,
-            overrides=overrides, environment=read_environment(),
-        )  # fmt: skip
+            Path(paths[0]),
+            checkpoint=options.checkpoint,
+            split=options.split,
+            overrides=overrides,
+            environment=read_environment(),
+        )
         if scored is not None:
             print_scores(scored)
 
 
 def print_scores(scored: "Scored") -> None:
-    """Print the scores, the three classes with the lowest recall, and the folder with the written files."""
-    scores, trained = scored.scores, scored.trained
+    """Print the scores, the three classes with the lowest recall, and the folder with the written
+    files.
+    """
+    scores = scored.scores
+    trained = scored.trained
     print(
-        f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step}) on {scores.count:,} {scored.split.name} "
-        f"images: loss {scores.loss:.4f} · top-1 {scores.top1:.4f} · top-5 {scores.top5:.4f} · calibration error "
-        f"{scores.calibration_error():.4f} · {scored.images_per_second:,.0f} img/s"
+        f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step}) on {scores.count:,}"
+        f" {scored.split.name} images: loss {scores.loss:.4f} · top-1 {scores.top1:.4f} · top-5"
+        f" {scores.top5:.4f} · calibration error {scores.calibration_error():.4f} ·"
+        f" {scored.images_per_second:,.0f} img/s"
     )
-    recalls = [(values["recall"], name) for name, values in scores.per_class().items() if values["recall"] is not None]
+    recalls = [
+        (values["recall"], name)
+        for name, values in scores.per_class().items()
+        if values["recall"] is not None
+    ]
     worst = ", ".join(f"{name} {recall:.4f}" for recall, name in sorted(recalls)[:3])
     print(f"lowest recall: {worst}")
     print(f"wrote {scored.folder}")

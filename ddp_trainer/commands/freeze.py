@@ -1,6 +1,7 @@
 """``freeze``: compose and check a config, and write it to a job file.
 
-Launch scripts and sweeps train from job files, so that a mistake is reported once, before any rank starts.
+Launch scripts and sweeps train from job files, so that a mistake is reported once, before any rank
+starts.
 """
 
 from collections.abc import Sequence
@@ -32,40 +33,63 @@ class FreezeOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the job file and print its run directory; exit with 2 for wrong input, with 1 for any other failure."""
+    """Write the job file and print its run directory; exit with 2 for wrong input, with 1 for any
+    other failure.
+    """
     usage = "freeze FILE [option=value …] [key=value …]"
     with errors_as_exit_codes():
         options, rest = parse_options(FreezeOptions, words, usage=usage, description=__doc__)
-        require(bool(rest) and "=" not in Path(rest[0]).name, "FILE is missing: freeze FILE [key=value …]")
-        path, base = Path(rest[0]), options.base
-        config, run_dir = compose_job(rest[1:], options.job) if base is None else change_job(Path(base), rest[1:])
+        require(
+            bool(rest) and "=" not in Path(rest[0]).name,
+            "FILE is missing: freeze FILE [key=value …]",
+        )
+        path = Path(rest[0])
+        base = options.base
+        config, run_dir = (
+            compose_job(rest[1:], options.job) if base is None else change_job(Path(base), rest[1:])
+        )
         if options.world_size is not None:
             config.check_world_size(options.world_size)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_job(path, to_builtins(config), run_dir)
         except OSError as error:
-            raise path_error(error, f"job file {path} cannot be written: {error.strerror or error}") from error
+            raise path_error(
+                error, f"job file {path} cannot be written: {error.strerror or error}"
+            ) from error
     print(run_dir)
 
 
 def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, Path]:
-    """Return config and run directory for `overrides`; of a sweep, those of job `number`, or ConfigError without it."""
+    """Return config and run directory for `overrides`; of a sweep, those of job `number`, or
+    ConfigError without it.
+    """
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)
-    require(number is not None or len(jobs) == 1, f"a job file holds one job, not {len(jobs)}: choose one, job=NUMBER")
+    require(
+        number is not None or len(jobs) == 1,
+        f"a job file holds one job, not {len(jobs)}: choose one, job=NUMBER",
+    )
     index = number or 0
-    require(0 <= index < len(jobs), f"job={number} is not among the {len(jobs)} jobs of this sweep: count from 0")
+    require(
+        0 <= index < len(jobs),
+        f"job={number} is not among the {len(jobs)} jobs of this sweep: count from 0",
+    )
     return jobs[index]
 
 
 def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
-    """Return the config of the job file at `path` with `changes` (key=value), and its run directory."""
+    """Return the config of the job file at `path` with `changes` (key=value), and its run
+    directory.
+    """
     config, run_dir = read_job(path)
     for word in changes:
-        key, fix = word.partition("=")[0], "set the keys in it, or leave base= out and write a new job file"
+        key = word.partition("=")[0]
+        fix = "set the keys in it, or leave base= out and write a new job file"
         is_section = key.split(".")[0] in registry.GROUPS and "." not in key.removeprefix("logger.")
         require(not is_section, f"{word} would replace a whole section: {fix}")
-    tree: Any = OmegaConf.to_container(OmegaConf.merge(to_builtins(config), *map(parse_setting, changes)))
+    tree: Any = OmegaConf.to_container(
+        OmegaConf.merge(to_builtins(config), *map(parse_setting, changes))
+    )
     return from_builtins(tree), run_dir

@@ -28,9 +28,11 @@ class CheckpointOptions:
 def parse_options(
     schema: type[T], words: Sequence[str], *, usage: str = "", description: str | None = ""
 ) -> tuple[T, list[str]]:
-    """Return the words that set a field of `schema`, as a checked `schema` object, and the other words as a list.
+    """Return the words that set a field of `schema`, as a checked `schema` object, and the other
+    words as a list.
 
-    If `words` ask for help, print `usage`, `description` and all options with their defaults, and exit with 0.
+    If `words` ask for help, print `usage`, `description` and all options with their defaults, and
+    exit with 0.
     """
     if wants_help(words):
         print(f"usage: {program()} {usage}\n\n{(description or '').strip()}")
@@ -42,7 +44,8 @@ def parse_options(
     for key, _, text in (word.partition("=") for word in own):
         node = tree._get_node(key)
         is_null = text == "null" and node._is_optional()
-        is_text = isinstance(node, StringNode) and not is_null  # text, for example a path, is not parsed as YAML
+        # text, for example a path, is not parsed as YAML
+        is_text = isinstance(node, StringNode) and not is_null
         tree[key] = text if is_text else parse_setting(f"{key}={text}")[key]
     options = OmegaConf.to_object(tree)
     check_values(options)
@@ -50,14 +53,19 @@ def parse_options(
 
 
 def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the paths and the ``key=value`` settings among `words`. A path that contains = must begin with ./ or /."""
+    """Return the paths and the ``key=value`` settings among `words`. A path that contains = must
+    begin with ./ or /.
+    """
     overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
     return [word for word in words if word not in overrides], overrides
 
 
 def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -> str:
-    """Return a line (key, value, description) for each field of a dataclass object and of the objects nested in it."""
-    texts, lines = field_docstrings(type(section)), []
+    """Return a line (key, value, description) for each field of a dataclass object and of the
+    objects nested in it.
+    """
+    texts = field_docstrings(type(section))
+    lines = []
     for name in [field.name for field in fields(section) if field.name not in skip]:
         value = getattr(section, name)
         if is_dataclass(value):
@@ -65,14 +73,18 @@ def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -
             continue
         items = value if isinstance(value, list) else [value]
         shown = ",".join(OmegaConf.to_yaml([item]).removeprefix("- ").strip() for item in items)
-        setting = f"{prefix}{name}=[{shown}]" if isinstance(value, list) else f"{prefix}{name}={shown}"
-        first_line = texts.get(name, "").partition("\n")[0]
-        lines.append(f"  {setting:44} {first_line}".rstrip())
+        setting = (
+            f"{prefix}{name}=[{shown}]" if isinstance(value, list) else f"{prefix}{name}={shown}"
+        )
+        first_paragraph = " ".join(texts.get(name, "").partition("\n\n")[0].split())
+        lines.append(f"  {setting:44} {first_paragraph}".rstrip())
     return "\n".join(lines)
 
 
 def field_docstrings(schema: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass and of its bases, by the name of the field."""
+    """Return the docstring below each field of a dataclass and of its bases, by the name of the
+    field.
+    """
     texts: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         [tree] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
@@ -90,5 +102,7 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def program() -> str:
-    """Return how the user has called this program, for usage lines: ``ddp-trainer`` or ``python -m ddp_trainer``."""
+    """Return how the user has called this program, for usage lines: ``ddp-trainer`` or ``python -m
+    ddp_trainer``.
+    """
     return "ddp-trainer" if sys.argv[0].endswith("ddp-trainer") else "python -m ddp_trainer"

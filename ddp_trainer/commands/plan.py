@@ -3,10 +3,11 @@
     torchrun --nproc_per_node=2 -m ddp_trainer plan model=resnet18 data=fashion_mnist
     python -m ddp_trainer plan bandwidth_mbit=1000 latency_us=100 model=resnet18
 
-Measures the time that a rank computes in a step, and the latency and bandwidth of the process group unless both are
-given as options. A cost model predicts from these numbers the step time and the efficiency (1 is linear scaling), and
-the smallest batch per rank whose forward and backward last at least as long as the all-reduce: a smaller batch cannot
-hide the all-reduce. Prints a table, and writes plan.json to <output_dir>/plan-<name> (values of these config keys).
+Measures the time that a rank computes in a step, and the latency and bandwidth of the process group
+unless both are given as options. A cost model predicts from these numbers the step time and the
+efficiency (1 is linear scaling), and the smallest batch per rank whose forward and backward last at
+least as long as the all-reduce: a smaller batch cannot hide the all-reduce. Prints a table, and
+writes plan.json to <output_dir>/plan-<name> (values of these config keys).
 """
 
 import json
@@ -42,26 +43,46 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         is_whole = (self.bandwidth_mbit is None) == (self.latency_us is None)
-        require(is_whole, "bandwidth_mbit and latency_us must be given together: set both, or neither")
+        require(
+            is_whole, "bandwidth_mbit and latency_us must be given together: set both, or neither"
+        )
         are_counts = all(count.isdecimal() and int(count) > 0 for count in self.ranks.split(","))
-        require(are_counts, f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4")
+        require(
+            are_counts, f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4"
+        )
 
 
 def main(words: Sequence[str]) -> None:
-    """Predict step times from measurements of this job; exit with 2 for wrong input, with 1 for any other failure."""
+    """Predict step times from measurements of this job; exit with 2 for wrong input, with 1 for any
+    other failure.
+    """
     run_command(plan, PlanOptions, words, description=__doc__)
 
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
-    """Measure computation and network of this job; on rank 0, print and write the predicted step times. Collective."""
-    environment, latency_us, bandwidth_mbit = read_environment(), options.latency_us, options.bandwidth_mbit
-    ranks, batch, passes = environment.world_size, config.global_batch_size, config.gradient_accumulation_steps
+    """Measure computation and network of this job; on rank 0, print and write the predicted step
+    times. Collective.
+    """
+    environment = read_environment()
+    latency_us = options.latency_us
+    bandwidth_mbit = options.bandwidth_mbit
+    ranks = environment.world_size
+    batch = config.global_batch_size
+    passes = config.gradient_accumulation_steps
     fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
     require(latency_us is not None or ranks > 1, f"a single rank has no network to measure: {fix}")
-    least = 4 * ranks * passes  # half of the batch is measured too, and BatchNorm may need 2 images in a pass
-    require(batch >= least, f"global_batch_size={batch} must be at least {least}: 4 images per rank and pass")
+    # half of the batch is measured too, and BatchNorm may need 2 images in a pass
+    least = 4 * ranks * passes
+    require(
+        batch >= least,
+        f"global_batch_size={batch} must be at least {least}: 4 images per rank and pass",
+    )
     with disable_gc():
-        from ddp_trainer.commands.step_benchmark import measure_compute, measure_network  # imports torch
+        # imports torch
+        from ddp_trainer.commands.step_benchmark import (
+            measure_compute,
+            measure_network,
+        )
         from ddp_trainer.training.start import start
     with ExitStack() as stack:
         begun = start(config, environment, stack)
@@ -72,20 +93,30 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
             network = Network(latency=latency_us / 1e6, bandwidth=bandwidth_mbit * 1e6 / 8)
     if environment.rank == 0:
         counts = sorted({int(count) for count in options.ranks.split(",")})
-        report(config.model.name, compute, network, counts, run_dir.with_name(f"plan-{run_dir.name}"))
+        report(
+            config.model.name, compute, network, counts, run_dir.with_name(f"plan-{run_dir.name}")
+        )
 
 
 def report(model: str, compute: Compute, network: Network, counts: list[int], folder: Path) -> None:
-    """Predict the step time for each number of ranks in `counts`; print a table, and write plan.json to `folder`."""
+    """Predict the step time for each number of ranks in `counts`; print a table, and write
+    plan.json to `folder`.
+    """
     print(
-        f"{model}: {compute.forward_backward * 1e3:.1f} ms forward and backward of {compute.batch} images "
-        f"per rank, {compute.other * 1e3:.1f} ms for the rest of a step; {compute.size / 1e6:.1f} MB of gradients; "
-        f"network {network.latency * 1e6:.0f} µs, {network.bandwidth * 8 / 1e6:,.0f} Mbit/s"
+        f"{model}: {compute.forward_backward * 1e3:.1f} ms forward and backward of {compute.batch}"
+        f" images per rank, {compute.other * 1e3:.1f} ms for the rest of a step;"
+        f" {compute.size / 1e6:.1f} MB of gradients; network {network.latency * 1e6:.0f} µs,"
+        f" {network.bandwidth * 8 / 1e6:,.0f} Mbit/s"
     )
     table = Table(
         *("ranks", "all-reduce", "hidden from", *VARIANTS),
-        title="predicted step time in milliseconds, and efficiency; the batch per rank stays the same",
-        caption="all-reduce: milliseconds; hidden from: smallest batch per rank whose computation lasts as long",
+        title=(
+            "predicted step time in milliseconds, and efficiency; the batch per rank stays the same"
+        ),
+        caption=(
+            "all-reduce: milliseconds; hidden from: smallest batch per rank whose computation lasts"
+            " as long"
+        ),
     )
     predictions = []
     for count in counts:
@@ -96,12 +127,17 @@ def report(model: str, compute: Compute, network: Network, counts: list[int], fo
             f"{count:,}",
             f"{network.all_reduce(compute.size, count) * 1e3:,.1f}",
             "no batch" if batch is None else f"{batch:,}",
-            *(f"{prediction['step'] * 1e3:,.1f} {prediction['efficiency']:5.0%}" for prediction in row),
+            *(
+                f"{prediction['step'] * 1e3:,.1f} {prediction['efficiency']:5.0%}"
+                for prediction in row
+            ),
         )
     print_table(table)
     choices = registry.choices("sync").items()
     known = {config.name for config in VARIANTS.values()}
-    unknown = [name for name, choice in choices if name not in known and not choice.schema.single_process]
+    unknown = [
+        name for name, choice in choices if name not in known and not choice.schema.single_process
+    ]
     print(f"not predicted: sync={', '.join(unknown)}")
     content = {"compute": asdict(compute), "network": asdict(network), "predictions": predictions}
     with writing(path := folder / "plan.json"):

@@ -4,10 +4,10 @@
     python -m ddp_trainer predict outputs/pets holiday/ > predictions.jsonl
     find holiday -name '*.jpg' | python -m ddp_trainer predict outputs/pets -
 
-Prints a line of JSON for each file, in the order of the files: path, label, probability, and top, which is a list of
-[label, probability]. A path on the command line that does not exist is an error; any other file that cannot be read as
-an image is named on stderr and left out. Config keys that do not change the trained model can be set too, for example
-device.
+Prints a line of JSON for each file, in the order of the files: path, label, probability, and top,
+which is a list of [label, probability]. A path on the command line that does not exist is an error;
+any other file that cannot be read as an image is named on stderr and left out. Config keys that do
+not change the trained model can be set too, for example device.
 """
 
 import json
@@ -41,8 +41,14 @@ def main(words: Sequence[str]) -> None:
     with errors_as_exit_codes():
         options, rest = parse_options(PredictOptions, words, usage=usage, description=__doc__)
         paths, overrides = split_paths(rest)
-        require(len(paths) > 1, "predict takes a run directory and images: files, folders, or - (paths from stdin)")
-        require(read_environment().world_size == 1, "predict runs in one process: start it without torchrun")
+        require(
+            len(paths) > 1,
+            "predict takes a run directory and images: files, folders, or - (paths from stdin)",
+        )
+        require(
+            read_environment().world_size == 1,
+            "predict runs in one process: start it without torchrun",
+        )
         try:
             predict(Path(paths[0]), paths[1:], options, overrides)
         except BrokenPipeError:  # the reader has ended, as in: predict … | head
@@ -50,8 +56,12 @@ def main(words: Sequence[str]) -> None:
             sys.exit(FAILURE)
 
 
-def predict(run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]) -> None:
-    """Print a line of JSON for each image, and bad files on stderr. words: files, folders, or - for paths on stdin."""
+def predict(
+    run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]
+) -> None:
+    """Print a line of JSON for each image, and bad files on stderr. words: files, folders, or - for
+    paths on stdin.
+    """
     with disable_gc():  # imports torch
         import torch
 
@@ -65,23 +75,37 @@ def predict(run_dir: Path, words: Sequence[str], options: PredictOptions, overri
     torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
     keep_freed_memory()
     readers = num_readers(trained.config.data.num_workers, local_world_size=1)
-    num_bad, began = 0, time.perf_counter()
+    num_bad = 0
+    began = time.perf_counter()
     for path, result in predict_files(
-        open_classifier(trained), paths, batch_size=options.batch_size, num_workers=readers, top=options.top
+        open_classifier(trained),
+        paths,
+        batch_size=options.batch_size,
+        num_workers=readers,
+        top=options.top,
     ):
         if isinstance(result, BadFile):
             print(f"{printable(path)} cannot be read: {result.reason}", file=sys.stderr)
             num_bad += 1
             continue
-        line = {"path": path, "label": result.label, "probability": result.probability, "top": result.top}
+        line = {
+            "path": path,
+            "label": result.label,
+            "probability": result.probability,
+            "top": result.top,
+        }
         write_line(json.dumps(line))
     seconds = time.perf_counter() - began
     bad = f", {num_bad:,} could not be read" if num_bad else ""
-    print(f"{len(paths) - num_bad:,} images{bad}, {len(paths) / seconds:,.0f} img/s", file=sys.stderr)
+    print(
+        f"{len(paths) - num_bad:,} images{bad}, {len(paths) / seconds:,.0f} img/s", file=sys.stderr
+    )
 
 
 def write_line(text: str) -> None:
-    """Write a line to stdout; TransientError if it cannot be written, for example to a full disk."""
+    """Write a line to stdout; TransientError if it cannot be written, for example to a
+    full disk.
+    """
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
@@ -92,5 +116,7 @@ def write_line(text: str) -> None:
 
 
 def printable(path: str) -> str:
-    """Return `path` as one line: if a character cannot be printed, such as a newline, escape `path` as `repr` does."""
+    """Return `path` as one line: if a character cannot be printed, such as a newline, escape `path`
+    as `repr` does.
+    """
     return path if path.isprintable() else repr(path)[1:-1]

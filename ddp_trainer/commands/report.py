@@ -1,11 +1,11 @@
 """Write a report on one or more runs as one HTML file, which needs no other file and no network:
 
-    python -m ddp_trainer report outputs/digits-resnet18-ddp
-    python -m ddp_trainer report outputs/digits-resnet18-ddp outputs/digits-lenet-ddp output=report.html
+    python -m ddp_trainer report outputs/digits-resnet18-ddp python -m ddp_trainer report
+    outputs/digits-resnet18-ddp outputs/digits-lenet-ddp output=report.html
 
-It shows the curves, the time of a step by phase, the evaluations with their mistakes, the configs and the versions.
-Several runs are compared in the same charts and tables. Only the files in the run directories are read; the command
-evaluate writes the evaluations.
+It shows the curves, the time of a step by phase, the evaluations with their mistakes, the configs
+and the versions. Several runs are compared in the same charts and tables. Only the files in the run
+directories are read; the command evaluate writes the evaluations.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ class ReportOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the report and print its path; exit with 2 for wrong input, with 1 for any other failure."""
+    """Write the report and print its path; exit with 2 for wrong input, with 1 for any other
+    failure.
+    """
     usage = "report RUN_DIR [RUN_DIR …] [option=value …]"
     with errors_as_exit_codes():
         options, rest = parse_options(ReportOptions, words, usage=usage, description=__doc__)
@@ -37,7 +39,10 @@ def main(words: Sequence[str]) -> None:
         unknown += [path for path in paths if path.startswith("-")]
         names = ", ".join(field.name for field in fields(ReportOptions))
         word = next(iter(unknown), None)
-        require(word is None, f"{word} is unknown: report has the options {names}; for a directory, write ./{word}")
+        require(
+            word is None,
+            f"{word} is unknown: report has the options {names}; for a directory, write ./{word}",
+        )
         require(bool(paths), "report takes one or more run directories: report RUN_DIR")
         require(options.output != "", "output= is empty: name a file, or leave output out")
         run_dirs = [Path(path) for path in paths]

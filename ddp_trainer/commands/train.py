@@ -1,4 +1,6 @@
-"""``train``, the default command: compose the config, and train in this process, which is one rank of the job."""
+"""``train``, the default command: compose the config, and train in this process, which is one rank
+of the job.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -29,39 +31,53 @@ class TrainOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Train one job or the jobs of a sweep; exit with 2 for wrong input, with 1 for any other failure."""
+    """Train one job or the jobs of a sweep; exit with 2 for wrong input, with 1 for any other
+    failure.
+    """
     if wants_help(words):
         return print_keys()
     with errors_as_exit_codes():
         options, overrides = parse_options(TrainOptions, words)
         if options.job_file is not None:
-            fix = "leave it out, or write a job file with it: python -m ddp_trainer freeze FILE key=value …"
+            fix = (
+                "leave it out, or write a job file with it: python -m ddp_trainer freeze FILE"
+                " key=value …"
+            )
             require(not overrides, f"{' '.join(overrides)} cannot change a job file: {fix}")
             train(*read_job(Path(options.job_file)), sweep=None)
             return
     register_launchers()
     with ExitStack() as stack:
-        for_each_job(lambda config, run_dir: train(config, run_dir, sweep=stack if is_sweep() else None), overrides)
+        for_each_job(
+            lambda config, run_dir: train(config, run_dir, sweep=stack if is_sweep() else None),
+            overrides,
+        )
 
 
 def is_sweep() -> bool:
     """Return whether this process trains the jobs of a sweep itself, with ``hydra/launcher=basic``.
 
-    ConfigError with another launcher: torchrun and slurm train the jobs of a sweep in other processes, so that one of
-    them here means that --multirun is missing; any other launcher is not supported.
+    ConfigError with another launcher: torchrun and slurm train the jobs of a sweep in other
+    processes, so that one of them here means that --multirun is missing; any other launcher is not
+    supported.
     """
     hydra = HydraConfig.get()
-    launcher, is_multirun = hydra.runtime.choices["hydra/launcher"], hydra.mode is RunMode.MULTIRUN
-    way_out = "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"
+    launcher = hydra.runtime.choices["hydra/launcher"]
+    is_multirun = hydra.mode is RunMode.MULTIRUN
+    way_out = (
+        "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"
+    )
     what = "not supported" if is_multirun else "for sweeps"
     require(launcher == "basic", f"hydra/launcher={launcher} is {what}: {way_out}")
     return is_multirun
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
-    """Train one job and return its best top-1, which Hydra's sweeper compares. A graceful stop ends the whole sweep.
+    """Train one job and return its best top-1, which Hydra's sweeper compares. A graceful stop ends
+    the whole sweep.
 
-    sweep: an exit stack that all jobs of a sweep share: closing it leaves their common process group. None: no sweep.
+    sweep: an exit stack that all jobs of a sweep share: closing it leaves their common process
+    group. None: no sweep.
     """
     environment = read_environment()
     config.check_world_size(environment.world_size)
@@ -78,7 +94,9 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
 
 
 def print_keys() -> None:
-    """Print the keys of the config, and for each choice of each group (such as ``optimizer=sgd``) the keys it adds."""
+    """Print the keys of the config, and for each choice of each group (such as ``optimizer=sgd``)
+    the keys it adds.
+    """
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
     print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
     for group in registry.GROUPS:
@@ -87,5 +105,11 @@ def print_keys() -> None:
             print(f"\n{group}={choice.name}")
             if keys := list_fields(choice.schema(), prefix=prefix, skip=["name"]):
                 print(keys)
-    print("\nThe same command resumes an interrupted run. --cfg job shows the composed config, --multirun trains")
-    print("key=a,b as two jobs, --hydra-help explains Hydra's flags. The groups are explained in README.md and docs/.")
+    print(
+        "\nThe same command resumes an interrupted run. --cfg job shows the composed config,"
+        " --multirun trains"
+    )
+    print(
+        "key=a,b as two jobs, --hydra-help explains Hydra's flags. The groups are explained in"
+        " README.md and docs/."
+    )

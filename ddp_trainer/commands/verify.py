@@ -2,9 +2,10 @@
 
     python -m ddp_trainer verify outputs/digits-resnet18-ddp
 
-Checks that each checkpoint matches its checksum, each finished epoch used exactly the samples that the seed selects,
-metrics.jsonl has its steps in order and none twice, TensorBoard has the same training steps, config.yaml can be read,
-and summary.json has no later step than the newest checkpoint. Exits with 1 if a check fails.
+Checks that each checkpoint matches its checksum, each finished epoch used exactly the samples that
+the seed selects, metrics.jsonl has its steps in order and none twice, TensorBoard has the same
+training steps, config.yaml can be read, and summary.json has no later step than the newest
+checkpoint. Exits with 1 if a check fails.
 """
 
 import sys
@@ -28,7 +29,9 @@ from ddp_trainer.training.summary import Summary
 
 
 def main(words: Sequence[str]) -> None:
-    """Print the result of each check; exit with 1 if a check has found damage, with 2 for wrong input."""
+    """Print the result of each check; exit with 1 if a check has found damage, with 2 for wrong
+    input.
+    """
     if wants_help(words):
         return print(f"usage: {program()} verify RUN_DIR\n\n{(__doc__ or '').strip()}")
     with errors_as_exit_codes():
@@ -41,9 +44,18 @@ def main(words: Sequence[str]) -> None:
 
 
 def find_damage(run_dir: Path) -> dict[str, list[str]]:
-    """Return a dict from the name of each check to its list of problems, one text each, empty if there is none."""
+    """Return a dict from the name of each check to its list of problems, one text each, empty if
+    there is none.
+    """
     files = RunFiles(run_dir)
-    checks = (check_config, check_checkpoints, check_metrics, check_samples, check_tensorboard, check_summary)
+    checks = (
+        check_config,
+        check_checkpoints,
+        check_metrics,
+        check_samples,
+        check_tensorboard,
+        check_summary,
+    )
     return {check.__name__.removeprefix("check_"): list(check(files)) for check in checks}
 
 
@@ -51,21 +63,34 @@ class RunFiles:
     """The records and checkpoints of a run directory, read once for all checks."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.metrics = run_dir, run_dir / "metrics.jsonl"
-        self.records = [record for _, record in read_records(self.metrics)] if self.metrics.exists() else []
+        self.run_dir = run_dir
+        self.metrics = run_dir / "metrics.jsonl"
+        self.records = (
+            [record for _, record in read_records(self.metrics)] if self.metrics.exists() else []
+        )
         self.training_steps = [record["step"] for record in self.records if "train/loss" in record]
-        self.checkpoints = {path.name: read_checkpoint(path) for path in sorted(run_dir.glob("checkpoints/*.pt"))}
+        self.checkpoints = {
+            path.name: read_checkpoint(path) for path in sorted(run_dir.glob("checkpoints/*.pt"))
+        }
         states = [state for state in self.checkpoints.values() if not isinstance(state, str)]
         self.newest: State = max(states, key=lambda state: state["step"], default={})
 
 
 def read_checkpoint(path: Path) -> State | str:
-    """Return what the checks need of a checkpoint; if it is damaged or lacks a key, the reason as a text."""
+    """Return what the checks need of a checkpoint; if it is damaged or lacks a key, the reason as a
+    text.
+    """
     try:
         state = read_state(path)
     except DamagedCheckpointError as error:
         return str(error)
-    keys = ("step", "epoch", "config", "train_samples")  # not the tensors: a run has several checkpoints
+    # not the tensors: a run has several checkpoints
+    keys = (
+        "step",
+        "epoch",
+        "config",
+        "train_samples",
+    )
     missing = [key for key in keys if key not in state]
     return f"lacks {', '.join(missing)}" if missing else {key: state[key] for key in keys}
 
@@ -73,13 +98,17 @@ def read_checkpoint(path: Path) -> State | str:
 def check_config(files: RunFiles) -> Iterator[str]:
     """Yield an error text if config.yaml is missing or damaged."""
     with suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        if isinstance(yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict):
+        if isinstance(
+            yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace")), dict
+        ):
             return
     yield "config.yaml: missing or damaged"
 
 
 def check_checkpoints(files: RunFiles) -> Iterator[str]:
-    """Yield an error text if no checkpoint exists, and for each that is damaged or has another step than its name."""
+    """Yield an error text if no checkpoint exists, and for each that is damaged or has another step
+    than its name.
+    """
     if not files.checkpoints:
         yield "checkpoints: there is none"
     for name, state in files.checkpoints.items():
@@ -90,7 +119,9 @@ def check_checkpoints(files: RunFiles) -> Iterator[str]:
 
 
 def check_metrics(files: RunFiles) -> Iterator[str]:
-    """Yield an error text for damaged lines of metrics.jsonl, and for steps that are not in order or occur twice."""
+    """Yield an error text for damaged lines of metrics.jsonl, and for steps that are not in order
+    or occur twice.
+    """
     lines = files.metrics.read_text(errors="replace").splitlines() if files.metrics.exists() else []
     if damaged := len(lines) - len(files.records):
         yield f"metrics.jsonl: damaged lines: {damaged}"
@@ -103,7 +134,9 @@ def check_metrics(files: RunFiles) -> Iterator[str]:
 
 
 def check_samples(files: RunFiles) -> Iterator[str]:
-    """Yield an error text for each finished epoch whose logged digest or number of samples is not the expected one."""
+    """Yield an error text for each finished epoch whose logged digest or number of samples is not
+    the expected one.
+    """
     logged = {record.get("epoch"): record for record in files.records if "samples/digest" in record}
     for epoch in range(files.newest["epoch"] if files.newest and files.metrics.exists() else 0):
         digest, count = expected_digest(files.newest, epoch=epoch)
@@ -116,33 +149,64 @@ def check_samples(files: RunFiles) -> Iterator[str]:
 
 
 def check_tensorboard(files: RunFiles) -> Iterator[str]:
-    """Yield an error text if the run has both TensorBoard files and metrics.jsonl, and their training steps differ."""
-    folder, logged = files.run_dir / "tensorboard", files.training_steps
+    """Yield an error text if the run has both TensorBoard files and metrics.jsonl, and their
+    training steps differ.
+    """
+    folder = files.run_dir / "tensorboard"
+    logged = files.training_steps
     if folder.is_dir() and files.metrics.exists():
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
+        # slow to import
+        from tensorboard.backend.event_processing.event_accumulator import (
+            EventAccumulator,
+        )
 
-        board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all steps, not a sample
-        shown = [event.step for event in board.Scalars("train/loss")] if "train/loss" in board.Tags()["scalars"] else []
+        board = EventAccumulator(
+            str(folder), size_guidance={"scalars": 0}
+        ).Reload()  # 0: all steps, not a sample
+        shown = (
+            [event.step for event in board.Scalars("train/loss")]
+            if "train/loss" in board.Tags()["scalars"]
+            else []
+        )
         if shown != logged:
-            yield f"tensorboard: train/loss has {len(shown)} steps, but metrics.jsonl has {len(logged)}"
+            yield (
+                f"tensorboard: train/loss has {len(shown)} steps, but metrics.jsonl has"
+                f" {len(logged)}"
+            )
 
 
 def check_summary(files: RunFiles) -> Iterator[str]:
-    """Yield an error text if summary.json is damaged, or has a later step than the newest checkpoint."""
-    path, state = files.run_dir / "summary.json", files.newest
+    """Yield an error text if summary.json is damaged, or has a later step than the newest
+    checkpoint.
+    """
+    path = files.run_dir / "summary.json"
+    state = files.newest
     try:
-        steps = Summary.from_json(path.read_text(errors="replace")).steps if state and path.exists() else 0
+        steps = (
+            Summary.from_json(path.read_text(errors="replace")).steps
+            if state and path.exists()
+            else 0
+        )
         if state and steps > state["step"]:
-            yield f"summary.json: is of step {steps}, but the newest checkpoint is of step {state['step']}"
+            yield (
+                f"summary.json: is of step {steps}, but the newest checkpoint is of step"
+                f" {state['step']}"
+            )
     except ValueError:
         yield "summary.json: damaged"
 
 
 def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
-    """Compute from the config in `state` which samples `epoch` must use, and return their digest and number."""
-    config, digest = state["config"], SampleDigest(torch.device("cpu"))
-    samples, size = range(state["train_samples"]), config["global_batch_size"]
-    sampler = GlobalBatchSampler(samples, global_batch_size=size, num_replicas=1, rank=0, seed=config["seed"])
+    """Compute from the config in `state` which samples `epoch` must use, and return their digest
+    and number.
+    """
+    config = state["config"]
+    digest = SampleDigest(torch.device("cpu"))
+    samples = range(state["train_samples"])
+    size = config["global_batch_size"]
+    sampler = GlobalBatchSampler(
+        samples, global_batch_size=size, num_replicas=1, rank=0, seed=config["seed"]
+    )
     sampler.set_epoch(epoch)
     order = sampler.order()
     for step in range(sampler.steps_per_epoch):

@@ -38,7 +38,9 @@ class WandbConfig(LoggerConfig):
     entity: str | None = None
     """User or team that the project belongs to; null: the default of your account."""
     mode: WandbMode = WandbMode.auto
-    """online: send to the server; offline: write files for `wandb sync`; auto: as WANDB_MODE says, else online."""
+    """online: send to the server; offline: write files for `wandb sync`; auto: as WANDB_MODE says,
+    else online.
+    """
     group: str | None = None
     """A name that related runs share, such as those of a sweep."""
     tags: list[str] = field(default_factory=list)
@@ -49,12 +51,16 @@ class WandbConfig(LoggerConfig):
 class MlflowConfig(LoggerConfig):
     name: str = "mlflow"
     tracking_uri: str | None = None
-    """Address of the server or database; null: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory."""
+    """Address of the server or database; null: MLFLOW_TRACKING_URI, else mlflow.db beside the run
+    directory.
+    """
     experiment: str = "ddp_trainer"
     """The experiment that the run belongs to; it is created if it does not exist."""
 
 
-register_logger("tensorboard", TensorBoardConfig, builder="ddp_trainer.loggers.tensorboard:TensorBoardLogger")
+register_logger(
+    "tensorboard", TensorBoardConfig, builder="ddp_trainer.loggers.tensorboard:TensorBoardLogger"
+)
 register_logger("jsonl", JsonlConfig, builder="ddp_trainer.loggers.jsonl:JsonlLogger")
 register_logger("csv", CsvConfig, builder="ddp_trainer.loggers.csv_file:CsvLogger")
 register_logger("wandb", WandbConfig, builder="ddp_trainer.loggers.wandb_run:WandbLogger")

@@ -1,7 +1,7 @@
 """Messages about the user's input, one line each: key and value, the rule, the fix.
 
-`check_overrides` rejects overrides that Hydra would report in its own words; `format_config_error` rewords the errors
-that Hydra and OmegaConf raise while a config is composed.
+`check_overrides` rejects overrides that Hydra would report in its own words; `format_config_error`
+rewords the errors that Hydra and OmegaConf raise while a config is composed.
 """
 
 import types
@@ -31,14 +31,19 @@ HELP = "--help lists the keys"
 
 
 def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None:
-    """Check command-line overrides; ConfigError for one that Hydra would accept by mistake or report unclearly."""
+    """Check command-line overrides; ConfigError for one that Hydra would accept by mistake or
+    report unclearly.
+    """
     known = known_keys()
     for override in OverridesParser.create().parse_overrides(list(arguments)):
-        key, text = override.key_or_group, override.input_line or override.key_or_group
+        key = override.key_or_group
+        text = override.input_line or override.key_or_group
         if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
             continue
         if override.type is OverrideType.DEL:
-            reason = f"is needed: set it instead, {key}=…" if key in known else f"does not exist: {HELP}"
+            reason = (
+                f"is needed: set it instead, {key}=…" if key in known else f"does not exist: {HELP}"
+            )
             raise ConfigError(f"{text} removes a key that {reason}")
         require(
             multirun or not override.is_sweep_override(),
@@ -55,32 +60,51 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
             names = value if isinstance(value, list) else [value]
             are_names = all(isinstance(name, str) and name != "???" for name in names)
             require(are_names, f"{text} is not a valid choice: {choose(key)}")
-        require(not key.startswith("experiment."), f"{text} is unknown: write the key without the prefix 'experiment.'")
+        require(
+            not key.startswith("experiment."),
+            f"{text} is unknown: write the key without the prefix 'experiment.'",
+        )
         group, _, name = key.rpartition(".")
-        require(name != "name" or group not in registry.GROUPS, f"{text} cannot be set: choose with {group}=…")
+        require(
+            name != "name" or group not in registry.GROUPS,
+            f"{text} cannot be set: choose with {group}=…",
+        )
         is_list = get_origin(known.get(group, (None,))[0]) is list
-        require(not is_list or name.isdecimal(), f"{text} is unknown: {group} is a list, set with {group}=[…]")
+        require(
+            not is_list or name.isdecimal(),
+            f"{text} is unknown: {group} is a list, set with {group}=[…]",
+        )
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """Return a one-line message for `error`, which quotes the wrong one of the command-line `arguments`."""
+    """Return a one-line message for `error`, which quotes the wrong one of the command-line
+    `arguments`.
+    """
     cause = error.__cause__ or error.__context__
     match error:
         case ConfigError() | TransientError() | registry.PluginError():
             text = str(error)
         case OverrideParseException():
-            text = f"{error.override!r} cannot be read: write key=value without spaces, and quote special characters"
+            text = (
+                f"{error.override!r} cannot be read: write key=value without spaces, and quote"
+                " special characters"
+            )
         case MissingConfigException():
             text = _unknown_choice(error)
-        case ConfigCompositionException() if isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
-            before, quoted, rest = str(error).partition("'")  # In 'experiment/mine': …, if a file is at fault
+        case ConfigCompositionException() if isinstance(
+            cause, OmegaConfBaseException | ConfigCompositionException
+        ):
+            # In 'experiment/mine': …, if a file is at fault
+            before, quoted, rest = str(error).partition("'")
             text = f"{rest.partition(quoted)[0]}.yaml: " if before == "In " and quoted else ""
             text += format_config_error(cause, arguments)
         case ConfigKeyError() | ConfigAttributeError():
             text = _unknown_key(error, arguments)
         case MissingMandatoryValue():
             key = error.full_key or _first_line(error).rpartition(" ")[2]
-            text = f"{key} is missing: {choose(key) if key in registry.GROUPS else 'give it a value'}"
+            text = (
+                f"{key} is missing: {choose(key) if key in registry.GROUPS else 'give it a value'}"
+            )
         case InterpolationResolutionError():
             text = f"{_quote(error.full_key, arguments)} cannot be resolved: {_first_line(error)}"
         case ValidationError():
@@ -89,7 +113,9 @@ def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> 
             text = f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
         case _:
             text = _first_line(error)
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -97,7 +123,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _quote(key: str | None, arguments: Sequence[str]) -> str:
-    """Return the one of `arguments` that sets `key`, as the user wrote it, or `key` itself if a file sets it."""
+    """Return the one of `arguments` that sets `key`, as the user wrote it, or `key` itself if a
+    file sets it.
+    """
     for argument in reversed(arguments):
         set_key = argument.partition("=")[0].lstrip("+~")
         if key and (set_key == key or set_key.startswith(f"{key}.")):
@@ -123,13 +151,16 @@ def _unknown_choice(error: MissingConfigException) -> str:
 
 
 def known_keys() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return type and metadata of every config key by its dotted name, for all choices of all groups."""
+    """Return type and metadata of every config key by its dotted name, for all choices of all
+    groups.
+    """
     keys: dict[str, tuple[Any, Mapping[str, Any]]] = {}
 
     def add(schema: Any, prefix: str) -> None:
         hints = get_type_hints(schema)
         for field in fields(schema):
-            name, hint = field.name, hints[field.name]
+            name = field.name
+            hint = hints[field.name]
             keys[prefix + name] = (hint, field.metadata)
             if not prefix and name in registry.GROUPS:
                 for choice in registry.choices(name).values():
@@ -145,20 +176,30 @@ def _unknown_key(error: OmegaConfBaseException, arguments: Sequence[str]) -> str
     key = error.full_key or str(error.key)
     if key == "experiment":
         return "it must begin with the line # @package _global_ to set keys of the whole config"
-    text, known = _quote(key, arguments), known_keys()
+    text = _quote(key, arguments)
+    known = known_keys()
     group, _, name = key.rpartition(".")
     schema = error.object_type
     choices = registry.choices(group) if group in registry.GROUPS else {}
-    section = next((f"{group}={choice.name}" for choice in choices.values() if choice.schema is schema), group)
+    section = next(
+        (f"{group}={choice.name}" for choice in choices.values() if choice.schema is schema), group
+    )
     if key in known and section != group:
-        others = [other for other, choice in choices.items() if name in choice.schema.__dataclass_fields__]
+        others = [
+            other for other, choice in choices.items() if name in choice.schema.__dataclass_fields__
+        ]
         return f"{text} does not belong to {section}: it is a key of {group}={_listed(others)}"
     siblings = sorted(field.name for field in fields(schema)) if is_dataclass(schema) else []
-    near = [f"{group}.{other}".lstrip(".") for other in get_close_matches(name, siblings, cutoff=0.6 if group else 0.7)]
+    near = [
+        f"{group}.{other}".lstrip(".")
+        for other in get_close_matches(name, siblings, cutoff=0.6 if group else 0.7)
+    ]
     near = near or [other for other in known if other.rpartition(".")[2] == name][:3]
     if near or group == "logger":
         return f"{text} is unknown: did you mean {_listed(near or [group])}?"
-    return f"{text} is unknown: " + (f"{section} has {', '.join(siblings)}" if group and siblings else HELP)
+    return f"{text} is unknown: " + (
+        f"{section} has {', '.join(siblings)}" if group and siblings else HELP
+    )
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -168,7 +209,8 @@ def _listed(items: Sequence[str]) -> str:
 
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     key = (error.full_key or "").partition("[")[0]
-    options = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}  # the keys of a command
+    # the keys of a command
+    options = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}
     hint, metadata = known_keys().get(key, (options.get(key), {}))
     text = _quote(key, arguments)
     if hint is None:
@@ -176,14 +218,25 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     if text == key:
         text = f"{key}={error.value}"
     if is_dataclass(hint):
-        rule = choose(key) if key in registry.GROUPS else f"set {key}.{_listed([field.name for field in fields(hint)])}"
+        rule = (
+            choose(key)
+            if key in registry.GROUPS
+            else f"set {key}.{_listed([field.name for field in fields(hint)])}"
+        )
         return f"{text} replaces a whole section: {rule}"
-    rule = metadata.get("must_be") if str in get_args(hint) else None  # if the key may be auto, its rule says so
+    # if the key may be auto, its rule says so
+    rule = metadata.get("must_be") if str in get_args(hint) else None
     return f"{text} must be {rule or in_words(hint)}"
 
 
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null",
-         dict: "a section"}  # fmt: skip
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+    dict: "a section",
+}
 
 
 def in_words(hint: Any) -> str:
@@ -193,5 +246,9 @@ def in_words(hint: Any) -> str:
     if get_origin(hint) in (types.UnionType, Union):
         return _listed([in_words(part) for part in get_args(hint)])
     if get_origin(hint) is list:
-        return "a list of numbers, such as [0.5, 0.5]" if get_args(hint) == (float,) else "a list, such as [a, b]"
+        return (
+            "a list of numbers, such as [0.5, 0.5]"
+            if get_args(hint) == (float,)
+            else "a list, such as [a, b]"
+        )
     return WORDS.get(get_origin(hint) or hint, "of another type")

@@ -15,23 +15,31 @@ LeNetInit = StrEnum("LeNetInit", ["default", "d2l"])
 class ModelConfig:
     name: str = MISSING
     weights: str | None = None
-    """File of initial weights (safetensors or torch.save); the last layer is not loaded if its size differs."""
+    """File of initial weights (safetensors or torch.save); the last layer is not loaded if its size
+    differs.
+    """
     freeze: list[str] = field(default_factory=list)
-    """Names of modules and parameters that are not trained; backbone: all parameters but those of the last layer."""
+    """Names of modules and parameters that are not trained; backbone: all parameters but those of
+    the last layer.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
 class ResNet18Config(ModelConfig):
     name: str = "resnet18"
     stem: Stem = Stem.auto
-    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no pool; auto: small for images under 64 pixels."""
+    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no pool; auto: small for images
+    under 64 pixels.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
 class LeNetConfig(ModelConfig):
     name: str = "lenet"
     init: LeNetInit = LeNetInit.default
-    """default: PyTorch's initialization; d2l: weights from a normal distribution of standard deviation 0.01."""
+    """default: PyTorch's initialization; d2l: weights from a normal distribution of standard
+    deviation 0.01.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +59,10 @@ class TimmModelConfig(ModelConfig):
 register_model("resnet18", ResNet18Config, builder="ddp_trainer.models.resnet:build_resnet18")
 register_model("lenet", LeNetConfig, builder="ddp_trainer.models.lenet:LeNet")
 register_model(
-    "torchvision", TorchvisionModelConfig, builder="ddp_trainer.models.torchvision_and_timm:build_torchvision"
+    "torchvision",
+    TorchvisionModelConfig,
+    builder="ddp_trainer.models.torchvision_and_timm:build_torchvision",
 )
-register_model("timm", TimmModelConfig, builder="ddp_trainer.models.torchvision_and_timm:build_timm")
+register_model(
+    "timm", TimmModelConfig, builder="ddp_trainer.models.torchvision_and_timm:build_timm"
+)

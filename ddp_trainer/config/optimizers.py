@@ -12,13 +12,17 @@ from ddp_trainer.registry import register_optimizer
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     skips_nonfinite: ClassVar[bool] = False
-    """Whether ``step()`` changes nothing if the optimizer's ``found_inf`` is 1, as with torch's fused optimizers."""
+    """Whether ``step()`` changes nothing if the optimizer's ``found_inf`` is 1, as with torch's
+    fused optimizers.
+    """
 
     name: str = MISSING
     lr: float = field(default=0.1, metadata=POSITIVE)
     """Peak learning rate; it does not depend on the global batch size unless scale_lr is true."""
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Weight decay: added to the gradient (sgd, lars) or decoupled and multiplied by lr (adamw, lamb)."""
+    """Weight decay: added to the gradient (sgd, lars) or decoupled and multiplied by lr (adamw,
+    lamb).
+    """
     scale_lr: bool = False
     """Linear rule: multiply lr by global_batch_size / base_batch_size."""
     base_batch_size: int = field(default=256, metadata=POSITIVE)
@@ -77,9 +81,13 @@ class AdamWConfig(AdamConfig):
 class LARSConfig(MomentumConfig):
     name: str = "lars"
     lr: float = field(default=5.0, metadata=POSITIVE)
-    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size only if scale_lr."""
+    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size
+    only if scale_lr.
+    """
     weight_decay: float = field(default=5e-5, metadata=POSITIVE)
-    """Weight decay, an L2 term added to the gradient; biases and normalization layers have none, and no trust ratio."""
+    """Weight decay, an L2 term added to the gradient; biases and normalization layers have none,
+    and no trust ratio.
+    """
     trust_coefficient: float = field(default=0.001, metadata=POSITIVE)
     """Norm of a layer's update divided by the norm of its weights, at learning rate 1."""
 
@@ -88,9 +96,13 @@ class LARSConfig(MomentumConfig):
 class LAMBConfig(AdamConfig):
     name: str = "lamb"
     lr: float = field(default=1e-2, metadata=POSITIVE)
-    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size only if scale_lr."""
+    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size
+    only if scale_lr.
+    """
     weight_decay: float = field(default=0.01, metadata=POSITIVE)
-    """Decoupled weight decay, multiplied by lr; biases and normalization layers have none, and no trust ratio."""
+    """Decoupled weight decay, multiplied by lr; biases and normalization layers have none, and no
+    trust ratio.
+    """
     eps: float = field(default=1e-6, metadata=POSITIVE)
 
 

@@ -25,7 +25,9 @@ class StepConfig(SchedulerConfig):
     name: str = "step"
     every_epochs: int = field(default=30, metadata=POSITIVE)
     """Epochs between two drops of the learning rate."""
-    gamma: float = field(default=0.1, metadata=rule("greater than 0 and at most 1", lambda value: 0 < value <= 1))
+    gamma: float = field(
+        default=0.1, metadata=rule("greater than 0 and at most 1", lambda value: 0 < value <= 1)
+    )
     """Factor, in (0, 1], by which the learning rate is multiplied at each drop."""
 
 
@@ -34,7 +36,9 @@ class CosineConfig(SchedulerConfig):
     name: str = "cosine"
     warmup_epochs: float = field(default=1.0, metadata=NOT_NEGATIVE)
     final_factor: float = field(default=0.0, metadata=UP_TO_ONE)
-    """Learning rate that the step after the last one would have, as a fraction of the peak, in [0, 1]."""
+    """Learning rate that the step after the last one would have, as a fraction of the peak, in [0,
+    1].
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,11 +54,16 @@ class OneCycleConfig(SchedulerConfig):
     def __post_init__(self) -> None:
         require(
             self.warmup_epochs == 0,
-            f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle warms up during scheduler.rise instead",
+            f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle warms up during"
+            " scheduler.rise instead",
         )
 
 
-register_scheduler("constant", ConstantConfig, builder="ddp_trainer.training.schedulers:build_constant")
+register_scheduler(
+    "constant", ConstantConfig, builder="ddp_trainer.training.schedulers:build_constant"
+)
 register_scheduler("step", StepConfig, builder="ddp_trainer.training.schedulers:build_step")
 register_scheduler("cosine", CosineConfig, builder="ddp_trainer.training.schedulers:build_cosine")
-register_scheduler("onecycle", OneCycleConfig, builder="ddp_trainer.training.schedulers:build_onecycle")
+register_scheduler(
+    "onecycle", OneCycleConfig, builder="ddp_trainer.training.schedulers:build_onecycle"
+)

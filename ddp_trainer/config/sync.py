@@ -24,15 +24,21 @@ class SyncConfig:
     single_process: ClassVar[bool] = False
     """Whether the strategy runs in one process only."""
     point_to_point: ClassVar[bool] = False
-    """Whether it uses operations, such as send and receive, that gloo does not have for tensors on a GPU."""
+    """Whether it uses operations, such as send and receive, that gloo does not have for tensors on
+    a GPU.
+    """
     supports_fp16: ClassVar[bool] = True
-    """Whether every rank has all gradients before the optimizer's step; the loss scaling of fp16 needs them."""
+    """Whether every rank has all gradients before the optimizer's step; the loss scaling of fp16
+    needs them.
+    """
     supports_ema: ClassVar[bool] = True
     """Whether parameters are equal on all ranks after each step."""
     supports_bf16: ClassVar[bool] = True
     supports_compile: ClassVar[bool] = True
     supports_check: ClassVar[bool] = True
-    """Whether a rank has one replica, so that check.every_steps can compute its gradient again on another rank."""
+    """Whether a rank has one replica, so that check.every_steps can compute its gradient again on
+    another rank.
+    """
 
     name: str = MISSING
 
@@ -40,8 +46,8 @@ class SyncConfig:
         """Check that the strategy can run on `world_size` ranks; ConfigError if it cannot."""
         require(
             world_size == 1 or not self.single_process,
-            f"sync={self.name} runs in one process only, and there are {world_size} ranks: use sync=ddp, or start one "
-            f"process, python -m ddp_trainer sync={self.name}",
+            f"sync={self.name} runs in one process only, and there are {world_size} ranks: use"
+            f" sync=ddp, or start one process, python -m ddp_trainer sync={self.name}",
         )
 
 
@@ -56,29 +62,42 @@ class DDPConfig(SyncConfig):
     name: str = "ddp"
     bucket_cap_mb: int | str = field(
         default="auto",
-        metadata=FREE | rule("auto or 1 to 1048576", lambda value: value == "auto" or value in range(1, 2**20 + 1)),
+        metadata=FREE
+        | rule(
+            "auto or 1 to 1048576", lambda value: value == "auto" or value in range(1, 2**20 + 1)
+        ),
     )
-    """Size in MiB of the buckets of gradients that DDP sends while backward still runs; auto: by the model's size."""
+    """Size in MiB of the buckets of gradients that DDP sends while backward still runs; auto: by
+    the model's size.
+    """
     comm_hook: CommHook = CommHook.none
-    """How gradients are sent: none: unchanged; fp16, bf16: rounded; powersgd: as factors of low rank."""
+    """How gradients are sent: none: unchanged; fp16, bf16: rounded; powersgd: as factors of low
+    rank.
+    """
     powersgd_rank: int = field(default=2, metadata=POSITIVE)
     """Rank of powersgd's factors; a higher one is closer to the gradient."""
-    powersgd_warmup_steps: int = field(default=100, metadata=rule("at least 2", lambda value: value >= 2))
-    """Gradient averages without compression at the start of each launch; two of them come before the first step."""
+    powersgd_warmup_steps: int = field(
+        default=100, metadata=rule("at least 2", lambda value: value >= 2)
+    )
+    """Gradient averages without compression at the start of each launch; two of them come before
+    the first step.
+    """
 
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
 
-        With bucket_cap_mb=auto the size depends on the model alone: buckets determine the order in which gradients are
-        summed, and this order must not change if a resumed run is to be bitwise equal. With comm_hook=powersgd all
-        gradients are in one bucket: each bucket sends three messages, two of them from callbacks that gloo runs when a
-        message arrives, so that with two buckets the order of the messages could differ between ranks.
+        With bucket_cap_mb=auto the size depends on the model alone: buckets determine the order in
+        which gradients are summed, and this order must not change if a resumed run is to be bitwise
+        equal. With comm_hook=powersgd all gradients are in one bucket: each bucket sends three
+        messages, two of them from callbacks that gloo runs when a message arrives, so that with two
+        buckets the order of the messages could differ between ranks.
         """
         if self.comm_hook is CommHook.powersgd:
             return int(gradient_bytes / 2**20) + 1
         if isinstance(self.bucket_cap_mb, int):
             return self.bucket_cap_mb
-        return 25 if gradient_bytes >= 8 * 25 * 2**20 else 4  # with fewer than 8 buckets, less communication overlaps
+        # with fewer than 8 buckets, less communication overlaps
+        return 25 if gradient_bytes >= 8 * 25 * 2**20 else 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -115,7 +134,9 @@ class LocalSGDConfig(SyncConfig):
     supports_fp16: ClassVar[bool] = False
     supports_ema: ClassVar[bool] = False
     every_steps: int = field(default=8, metadata=POSITIVE)
-    """Optimizer steps between two averages of the parameters, which are also averaged at each epoch's end."""
+    """Optimizer steps between two averages of the parameters, which are also averaged at each
+    epoch's end.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,8 +162,12 @@ register_sync("none", NoSyncConfig, builder="ddp_trainer.sync.base:GradientSync"
 register_sync("allreduce", AllReduceConfig, builder="ddp_trainer.sync.allreduce:AllReduceSync")
 register_sync("ring", RingConfig, builder="ddp_trainer.sync.ring:RingSync")
 register_sync(
-    "parameter_server", ParameterServerConfig, builder="ddp_trainer.sync.parameter_server:ParameterServerSync"
+    "parameter_server",
+    ParameterServerConfig,
+    builder="ddp_trainer.sync.parameter_server:ParameterServerSync",
 )
 register_sync("local_sgd", LocalSGDConfig, builder="ddp_trainer.sync.local_sgd:LocalSGDSync")
 register_sync("replicas", ReplicasConfig, builder="ddp_trainer.sync.replicas:ReplicasSync")
-register_sync("data_parallel", DataParallelConfig, builder="ddp_trainer.sync.data_parallel:DataParallelSync")
+register_sync(
+    "data_parallel", DataParallelConfig, builder="ddp_trainer.sync.data_parallel:DataParallelSync"
+)

@@ -1,1 +1,3 @@
-"""Data sets, the order of their samples, augmentation, and the loaders that make batches of them."""
+"""Data sets, the order of their samples, augmentation, and the loaders that make batches
+of them.
+"""

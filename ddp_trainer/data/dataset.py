@@ -1,4 +1,6 @@
-"""Data sets: the object that a builder returns, the held-out validation split, the fingerprint of the samples."""
+"""Data sets: the object that a builder returns, the held-out validation split, the fingerprint of
+the samples.
+"""
 
 import hashlib
 import math
@@ -37,7 +39,9 @@ class ImageTensors:
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 Split = ImageTensors | Dataset[Any]
-"""Images in memory, or a map-style data set of (uint8 [C, H, W] tensor or PIL image, int), which is streamed."""
+"""Images in memory, or a map-style data set of (uint8 [C, H, W] tensor or PIL image, int), which is
+streamed.
+"""
 
 
 @dataclass
@@ -55,9 +59,11 @@ class Datasets:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the samples: all bytes of a split in memory, the length and some samples of a streamed split.
+        """A digest of the samples: all bytes of a split in memory, the length and some samples of a
+        streamed split.
 
-        A map-style data set may have its own method ``fingerprint() -> str``, which is used instead.
+        A map-style data set may have its own method ``fingerprint() -> str``, which is used
+        instead.
         """
         digest = hashlib.sha256(repr(list(self.class_names)).encode())
         for split in (self.train, self.eval):
@@ -66,26 +72,34 @@ class Datasets:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Check that no split is empty, that tensors in memory are valid, and that the images have one shape.
+        """Check that no split is empty, that tensors in memory are valid, and that the images have
+        one shape.
 
-        The shape of a map-style data set is that of its first image, which is read; of image files, none is read.
+        The shape of a map-style data set is that of its first image, which is read; of image files,
+        none is read.
 
         Raises:
             ValueError: a check fails. RuntimeError: the first image cannot be read.
         """
         for name, split in (("train", self.train), ("eval", self.eval)):
             if not isinstance(split, Sized):
-                raise ValueError(f"{name} has no length: it must be ImageTensors or a map-style data set")
+                raise ValueError(
+                    f"{name} has no length: it must be ImageTensors or a map-style data set"
+                )
             if len(split) == 0:
                 raise ValueError(f"{name} has no sample")
             if isinstance(split, ImageTensors):
                 check_tensors(split, name, num_classes=len(self.class_names))
         if shape_of(self.eval) != self.image_shape:
-            raise ValueError(f"images must have one shape: train has {self.image_shape} and eval {shape_of(self.eval)}")
+            raise ValueError(
+                f"images must have one shape: train has {self.image_shape} and eval"
+                f" {shape_of(self.eval)}"
+            )
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """Return the data set that `config` chooses; a validation split, if `config` asks for it, replaces the test split.
+    """Return the data set that `config` chooses; a validation split, if `config` asks for it,
+    replaces the test split.
 
     Raises ConfigError if a file is missing or damaged, or the images do not fit the config.
     """
@@ -98,28 +112,40 @@ def build_datasets(config: DataConfig) -> Datasets:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
-        raise ConfigError(f"data={config.name} does not fit into the memory of this host: use a larger host") from error
+        raise ConfigError(
+            f"data={config.name} does not fit into the memory of this host: use a larger host"
+        ) from error
     if config.validation_fraction:
         datasets = hold_out(datasets, config.validation_fraction)
     channels, height, width = datasets.image_shape
     require(
         len(config.mean) in (1, channels),
-        f"data.mean={config.mean} and data.std must each have one value per channel, or one value for all: "
-        f"the number of channels of data={config.name} is {channels}",
+        f"data.mean={config.mean} and data.std must each have one value per channel, or one value"
+        f" for all: the number of channels of data={config.name} is {channels}",
     )
     config.augment.check_images(channels, height, width)
     return datasets
 
 
 def check_tensors(split: ImageTensors, name: str, *, num_classes: int) -> None:
-    """Check dtype and shape of images and labels, and that labels are below `num_classes`; ValueError if not."""
-    images, labels = split.images, split.labels
+    """Check dtype and shape of images and labels, and that labels are below `num_classes`;
+    ValueError if not.
+    """
+    images = split.images
+    labels = split.labels
     if images.dtype != torch.uint8 or images.ndim != 4:
-        raise ValueError(f"{name} images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}")
+        raise ValueError(
+            f"{name} images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}"
+        )
     if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise ValueError(f"{name} labels must be int64 [{len(images)}] and are {labels.dtype} {list(labels.shape)}")
+        raise ValueError(
+            f"{name} labels must be int64 [{len(images)}] and are {labels.dtype}"
+            f" {list(labels.shape)}"
+        )
     if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"{name} labels must be 0 to {num_classes - 1} and are {labels.min()} to {labels.max()}")
+        raise ValueError(
+            f"{name} labels must be 0 to {num_classes - 1} and are {labels.min()} to {labels.max()}"
+        )
 
 
 def num_samples(split: Split) -> int:
@@ -131,29 +157,39 @@ def shape_of(split: Split) -> Shape:
     """Return the shape of the first image of a split."""
     if isinstance(whole := in_whole(split, 0)[0], ImageFiles):
         return whole.image_shape
-    channels, height, width = (split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]).shape
+    channels, height, width = (
+        split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]
+    ).shape
     return channels, height, width
 
 
 class BadSampleError(RuntimeError):
-    """The data set raised BadImageError for a sample (a bad image); ``__cause__`` is that error, with the reason."""
+    """The data set raised BadImageError for a sample (a bad image); ``__cause__`` is that error,
+    with the reason.
+    """
 
 
-def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
+def read_sample(
+    dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None
+) -> tuple[Tensor, int]:
     """Return the image, uint8 [C, H, W], and the label of a sample.
 
     draws: four numbers in [0, 1) that choose the crop of an image file; None: a center crop.
 
     Raises:
-        BadSampleError: the data set raised BadImageError. RuntimeError: the data set raised another error.
+        BadSampleError: the data set raised BadImageError. RuntimeError: the data set raised another
+        error.
         MemoryError: the memory of the host is used up.
         ValueError: the image is not uint8 or does not have three dimensions.
     """
     dataset, index = in_whole(dataset, index)
     try:
-        image, label = dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
+        image, label = (
+            dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
+        )
         if not isinstance(image, Tensor):  # a PIL image: [H, W] or [H, W, C]
-            image = image.convert("RGB") if getattr(image, "mode", None) == "P" else image  # P: numbers of a palette
+            # P: numbers of a palette
+            image = image.convert("RGB") if getattr(image, "mode", None) == "P" else image
             image = torch.from_numpy(np.array(image))
             image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
         label = int(label)
@@ -162,9 +198,12 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
     except MemoryError:
         raise
     except Exception as error:  # a data set's code may raise anything
-        raise RuntimeError(f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if image.dtype != torch.uint8 or image.ndim != 3:
-        name, shape = sample_name(dataset, index), list(image.shape)
+        name = sample_name(dataset, index)
+        shape = list(image.shape)
         raise ValueError(
             f"{name} must be a uint8 tensor [C, H, W] or a PIL image and is {image.dtype} {shape}: "
             "leave scaling and normalization to data.mean and data.std"
@@ -173,7 +212,9 @@ def read_sample(dataset: Dataset[Any], index: int, draws: Sequence[float] | None
 
 
 def sample_name(split: Split, index: int) -> str:
-    """Return a sample's name: its file's path, else its number; for a `Subset`, its number in the whole data set."""
+    """Return a sample's name: its file's path, else its number; for a `Subset`, its number in the
+    whole data set.
+    """
     if isinstance(split, ImageTensors):
         return f"sample {index}"
     dataset, index = in_whole(split, index)
@@ -182,7 +223,9 @@ def sample_name(split: Split, index: int) -> str:
 
 
 def in_whole(split: Any, index: int) -> tuple[Any, int]:
-    """Return the data set behind a `Subset` and the sample's index in it; for any other split, `split` and `index`."""
+    """Return the data set behind a `Subset` and the sample's index in it; for any other split,
+    `split` and `index`.
+    """
     return (split.dataset, split.indices[index]) if type(split) is Subset else (split, index)
 
 
@@ -206,26 +249,33 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 
 
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `Datasets` whose evaluation split is a random part of the training split, the same part for every seed.
+    """Return `Datasets` whose evaluation split is a random part of the training split, the same
+    part for every seed.
 
-    For image files, the part has the same share of each class, to within one image, and never a whole class.
+    For image files, the part has the same share of each class, to within one image, and never a
+    whole class.
     """
-    order = torch.randperm(num_samples(datasets.train), generator=generator(0, purpose="validation"))
+    order = torch.randperm(
+        num_samples(datasets.train), generator=generator(0, purpose="validation")
+    )
     groups = [order]
     if isinstance(datasets.train, ImageFiles):
         labels = datasets.train.labels[order]
         groups = [order[labels == label] for label in labels.unique()]
-    parts, total, held = list[Sequence[Tensor]](), 0, 0
+    parts = list[Sequence[Tensor]]()
+    total = 0
+    held = 0
     for group in groups:  # take `fraction` of each group, rounded so that the total is right
-        size, total = len(group), total + len(group)
+        size = len(group)
+        total = total + len(group)
         missing = round(fraction * total) - held
         count = max(math.floor(fraction * size), min(missing, math.ceil(fraction * size), size - 1))
         parts.append(group.tensor_split([count]))
         held += count
     require(
         held > 0,
-        f"data.validation_fraction={fraction} of {len(order)} training images holds out no image: raise "
-        "data.validation_fraction, or, if every class has a single image, add images",
+        f"data.validation_fraction={fraction} of {len(order)} training images holds out no image:"
+        " raise data.validation_fraction, or, if every class has a single image, add images",
     )
 
     def select(ids: Tensor) -> Split:

@@ -1,4 +1,6 @@
-"""A split of image files: crops of uint8 [3, S, S] (S = data.image_size), read from the files or from a cache."""
+"""A split of image files: crops of uint8 [3, S, S] (S = data.image_size), read from the files or
+from a cache.
+"""
 
 import errno
 import os
@@ -18,7 +20,9 @@ from ddp_trainer.data.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
 
 BAD_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-"""Errors that make one file unreadable; other errors, such as a server that does not answer, may be temporary."""
+"""Errors that make one file unreadable; other errors, such as a server that does not answer, may be
+temporary.
+"""
 
 
 class UnreadableFileError(BadImageError):
@@ -26,13 +30,24 @@ class UnreadableFileError(BadImageError):
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """A split of image files. An item: the center crop, scaled to uint8 [3, S, S] (S = image_size), and the label."""
+    """A split of image files. An item: the center crop, scaled to uint8 [3, S, S] (S = image_size),
+    and the label.
+    """
 
-    def __init__(self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float) -> None:
-        """class_names: name of each label. min_crop_area: smallest area of a random crop, as a share of the image."""
-        self.files, self.image_size, self.min_crop_area = files, image_size, min_crop_area
-        same = files.class_names == class_names  # then labels are right even if two classes have one name
-        labels = torch.tensor([n if same else class_names.index(name) for n, name in enumerate(files.class_names)])
+    def __init__(
+        self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float
+    ) -> None:
+        """class_names: name of each label. min_crop_area: smallest area of a random crop, as a
+        share of the image.
+        """
+        self.files = files
+        self.image_size = image_size
+        self.min_crop_area = min_crop_area
+        # then labels are right even if two classes have one name
+        same = files.class_names == class_names
+        labels = torch.tensor(
+            [n if same else class_names.index(name) for n, name in enumerate(files.class_names)]
+        )
         self.labels = labels.repeat_interleave(torch.from_numpy(files.counts))
         """int64 [N]: the class of each image."""
         self.cache: PixelCache | None = None
@@ -49,15 +64,19 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return 3, self.image_size, self.image_size
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return a crop of image `index`, scaled to uint8 [3, S, S] (S = image_size), and the image's label.
+        """Return a crop of image `index`, scaled to uint8 [3, S, S] (S = image_size), and the
+        image's label.
 
         draws: four random numbers in [0, 1) that choose the crop; None: the center crop.
 
         Raises:
-            BadImageError: the file cannot be read or decoded. OSError, RuntimeError: another error, perhaps temporary.
+            BadImageError: the file cannot be read or decoded. OSError, RuntimeError: another error,
+            perhaps temporary.
         """
         image = self.decode(index) if self.cache is None else self.cache[index]
-        return crop(image, draws, min_area=self.min_crop_area, side=self.image_size), int(self.labels[index])
+        return crop(image, draws, min_area=self.min_crop_area, side=self.image_size), int(
+            self.labels[index]
+        )
 
     def decode(self, index: int) -> Tensor:
         """Return a whole image, uint8 [3, H, W], from its file."""
@@ -71,7 +90,10 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         if len(data) != size:
             with suppress(OSError):
                 self.files.saved_in.unlink()
-            raise RuntimeError(f"its size changed from {size} to {len(data)} bytes after the scan: start the run again")
+            raise RuntimeError(
+                f"its size changed from {size} to {len(data)} bytes after the scan: start the run"
+                " again"
+            )
         return decode(data)
 
     def path(self, index: int) -> str:
@@ -83,26 +105,35 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return f"{self.files.digest()} {self.image_size}"
 
     def open_cache(self, cache_dir: Path) -> None:
-        """Open the cache of these images in `cache_dir`, or build it if there is none; `read` then uses it.
+        """Open the cache of these images in `cache_dir`, or build it if there is none; `read` then
+        uses it.
 
-        Raises ConfigError or TransientError if the cache, or an image file from which it is built, cannot be used.
+        Raises ConfigError or TransientError if the cache, or an image file from which it is built,
+        cannot be used.
         """
         side = round(self.image_size / CENTER)
         name = f"{self.files.digest(with_times=True)[:16]}-{side}-{decoder_name()}.cache"
         self.cache = open_cache(
-            cache_dir / name, lambda index: self.shrunk(index, side), count=len(self),
-            num_threads=usable_cores(), task=f"building the cache of {self.files.root}",
-        )  # fmt: skip
+            cache_dir / name,
+            lambda index: self.shrunk(index, side),
+            count=len(self),
+            num_threads=usable_cores(),
+            task=f"building the cache of {self.files.root}",
+        )
 
     def shrunk(self, index: int, side: int) -> Tensor:
         """Return image `index` for the cache, scaled down so that its short side is `side` pixels.
 
-        If the image cannot be decoded, the cache records the BadImageError; other errors end the building of the cache.
+        If the image cannot be decoded, the cache records the BadImageError; other errors end the
+        building of the cache.
         """
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:
-            text = f"{self.path(index)} cannot be read: {error}; give this user the right, or remove the file"
+            text = (
+                f"{self.path(index)} cannot be read: {error}; give this user the right, or remove"
+                " the file"
+            )
             raise ConfigError(text) from error
         except BadImageError:
             raise

@@ -1,4 +1,6 @@
-"""Mixup and CutMix: each image of a global batch is mixed with the next one, whatever the number of ranks."""
+"""Mixup and CutMix: each image of a global batch is mixed with the next one, whatever the number of
+ranks.
+"""
 
 from typing import NamedTuple
 
@@ -16,37 +18,60 @@ class Mix(NamedTuple):
     weight: float
     """The share of the first image of a pair."""
     box: tuple[int, int, int, int] | None
-    """CutMix: top, left, bottom and right of the part that is replaced. None: mixup, a weighted mean."""
+    """CutMix: top, left, bottom and right of the part that is replaced. None: mixup, a weighted
+    mean.
+    """
 
 
 class Mixing:
-    """Mixes pairs of images in a way that is drawn once per global batch, from (seed, epoch, step) alone.
+    """Mixes pairs of images in a way that is drawn once per global batch, from (seed, epoch, step)
+    alone.
 
-    Source: Zhang et al., mixup, 2017 (arXiv 1710.09412); Yun et al., CutMix, 2019 (arXiv 1905.04899).
+    Source: Zhang et al., mixup, 2017 (arXiv 1710.09412); Yun et al., CutMix, 2019 (arXiv
+    1905.04899).
     """
 
-    def __init__(self, config: AugmentConfig, *, height: int, width: int, num_classes: int, seed: int) -> None:
-        self.config, self.height, self.width = config, height, width
-        self.num_classes, self.seed = num_classes, seed
+    def __init__(
+        self, config: AugmentConfig, *, height: int, width: int, num_classes: int, seed: int
+    ) -> None:
+        self.config = config
+        self.height = height
+        self.width = width
+        self.num_classes = num_classes
+        self.seed = seed
 
     def draw(self, *, epoch: int, step: int) -> Mix:
-        """Return how to mix a global batch; if mixup and CutMix are both configured, each is drawn half of the time."""
-        chance = np.random.default_rng(derive_seed(self.seed, epoch=epoch, step=step, purpose="mix"))
+        """Return how to mix a global batch; if mixup and CutMix are both configured, each is drawn
+        half of the time.
+        """
+        chance = np.random.default_rng(
+            derive_seed(self.seed, epoch=epoch, step=step, purpose="mix")
+        )
         is_cutmix = self.config.mixup == 0 or (self.config.cutmix > 0 and chance.random() < 0.5)
         alpha = self.config.cutmix if is_cutmix else self.config.mixup
         weight = float(chance.beta(alpha, alpha))
         if not is_cutmix:
             return Mix(weight, None)
-        row, column, side = chance.random() * self.height, chance.random() * self.width, (1 - weight) ** 0.5 / 2
-        top, bottom = (round(min(max(row + sign * side * self.height, 0), self.height)) for sign in (-1, 1))
-        left, right = (round(min(max(column + sign * side * self.width, 0), self.width)) for sign in (-1, 1))
-        return Mix(1 - (bottom - top) * (right - left) / (self.height * self.width), (top, left, bottom, right))
+        row = chance.random() * self.height
+        column = chance.random() * self.width
+        side = (1 - weight) ** 0.5 / 2
+        top, bottom = (
+            round(min(max(row + sign * side * self.height, 0), self.height)) for sign in (-1, 1)
+        )
+        left, right = (
+            round(min(max(column + sign * side * self.width, 0), self.width)) for sign in (-1, 1)
+        )
+        return Mix(
+            1 - (bottom - top) * (right - left) / (self.height * self.width),
+            (top, left, bottom, right),
+        )
 
     def apply(self, images: Tensor, labels: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
         """Return mixed images [B, C, H, W] and the probability of each class [B, classes].
 
-        images: [2 · B, C, H, W], the images of this rank, then the images to mix them with; labels: int64 [2 · B], in
-        the same order. If a label of a pair is negative (`NO_LABEL`: a bad image), all probabilities of the pair are 0.
+        images: [2 · B, C, H, W], the images of this rank, then the images to mix them with; labels:
+        int64 [2 · B], in the same order. If a label of a pair is negative (`NO_LABEL`: a bad
+        image), all probabilities of the pair are 0.
         """
         first, second = images.chunk(2)
         if mix.box is None:
@@ -61,5 +86,7 @@ class Mixing:
 
 
 def build_mixing(config: AugmentConfig, **options: int) -> Mixing | None:
-    """Return the `Mixing` of `config` with `options`, its other arguments; None if there is no mixup and no CutMix."""
+    """Return the `Mixing` of `config` with `options`, its other arguments; None if there is no
+    mixup and no CutMix.
+    """
     return Mixing(config, **options) if config.mixup > 0 or config.cutmix > 0 else None

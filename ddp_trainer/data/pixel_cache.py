@@ -1,8 +1,10 @@
-"""The cache of a folder's images: scaled down, in one file that all ranks of a node map into their memory.
+"""The cache of a folder's images: scaled down, in one file that all ranks of a node map into their
+memory.
 
-A cache is a folder with three files: `PIXELS` has uint8 [H, W, 3] of one image after another, `RECORDS` has a record
-for each image, and `BAD` has the reasons why images could not be decoded. The folder is built under another name, and
-renamed when it is complete. A build that was killed is continued after the last image whose bytes and record are whole.
+A cache is a folder with three files: `PIXELS` has uint8 [H, W, 3] of one image after another,
+`RECORDS` has a record for each image, and `BAD` has the reasons why images could not be decoded.
+The folder is built under another name, and renamed when it is complete. A build that was killed is
+continued after the last image whose bytes and record are whole.
 """
 
 import errno
@@ -29,9 +31,13 @@ from ddp_trainer.data.file_index import Array
 from ddp_trainer.data.progress import show_progress
 from ddp_trainer.distributed.files import lock_file, replace_text
 
-PIXELS, RECORDS, BAD = "pixels", "records", "bad.jsonl"
+PIXELS = "pixels"
+RECORDS = "records"
+BAD = "bad.jsonl"
 RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
-"""The record of an image: its sides in pixels (0 if it could not be decoded), and the checksum of its bytes."""
+"""The record of an image: its sides in pixels (0 if it could not be decoded), and the checksum of
+its bytes.
+"""
 LOCK_SECONDS = 7 * 24 * 3600.0
 """How long a rank waits for another rank that builds the cache."""
 AHEAD_PER_THREAD = 4
@@ -44,15 +50,20 @@ class DamagedCacheError(RuntimeError):
 
 
 class PixelCache:
-    """The decoded images of a split, read from the files of `open_cache`. Threads may read at the same time."""
+    """The decoded images of a split, read from the files of `open_cache`. Threads may read at the
+    same time.
+    """
 
     def __init__(self, folder: Path, *, count: int) -> None:
         """Map the cache of `count` images in `folder` into memory; ConfigError if it is damaged."""
-        self.folder, self.records = folder, read_records(folder)
+        self.folder = folder
+        self.records = read_records(folder)
         lengths = sizes(self.records)
         self._ends = lengths.cumsum()
         is_whole = len(self.records) == count and (folder / PIXELS).stat().st_size == lengths.sum()
-        require(is_whole, f"the cache {folder} is damaged: remove it, and the next run builds it again")
+        require(
+            is_whole, f"the cache {folder} is damaged: remove it, and the next run builds it again"
+        )
         require(bool(lengths.any()), f"no image can be decoded: {folder / BAD} lists the reasons")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch cannot mark a tensor as read-only
@@ -61,7 +72,8 @@ class PixelCache:
         self.reasons = read_reasons(folder)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return an image, uint8 [3, H, W], as a view of the file; its checksum is checked at the first read.
+        """Return an image, uint8 [3, H, W], as a view of the file; its checksum is checked at the
+        first read.
 
         Raises:
             BadImageError: the image could not be decoded when the cache was built.
@@ -75,17 +87,21 @@ class PixelCache:
         if not self._is_checked[index]:
             if zlib.crc32(block.numpy().data) != crc:
                 raise DamagedCacheError(
-                    f"the cache {self.folder} is damaged (its checksum differs): remove it, and check disk and memory"
+                    f"the cache {self.folder} is damaged (its checksum differs): remove it, and"
+                    " check disk and memory"
                 )
             self._is_checked[index] = True
         return block.view(height, width, 3).permute(2, 0, 1)
 
 
-def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> PixelCache:
-    """Return the cache in `folder`; if there is none, one process of this node builds it with `num_threads` threads.
+def open_cache(
+    folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
+) -> PixelCache:
+    """Return the cache in `folder`; if there is none, one process of this node builds it with
+    `num_threads` threads.
 
-    read: returns the image with a number from 0 to count - 1, uint8 [3, H, W], or raises BadImageError. task: the text
-    beside the progress bar.
+    read: returns the image with a number from 0 to count - 1, uint8 [3, H, W], or raises
+    BadImageError. task: the text beside the progress bar.
 
     Raises:
         ConfigError: the cache cannot be written, is damaged, or does not fit on the disk.
@@ -94,22 +110,32 @@ def open_cache(folder: Path, read: Callable[[int], Tensor], *, count: int, num_t
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            holder = f"another process has been building the cache {folder} for a week: is it still running?"
-            with lock_file(folder.with_name(f"{folder.name}.lock"), seconds=LOCK_SECONDS, holder=holder):
+            holder = (
+                f"another process has been building the cache {folder} for a week: is it still"
+                " running?"
+            )
+            with lock_file(
+                folder.with_name(f"{folder.name}.lock"), seconds=LOCK_SECONDS, holder=holder
+            ):
                 if not folder.is_dir():
                     build(folder, read, count=count, num_threads=num_threads, task=task)
         return PixelCache(folder, count=count)
     except OSError as error:
         raise path_error(
-            error, f"data.cache=uint8 cannot use {folder}: {error.strerror}; set data.cache_dir=… to another folder"
+            error,
+            f"data.cache=uint8 cannot use {folder}: {error.strerror}; set data.cache_dir=… to"
+            " another folder",
         ) from error
 
 
-def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str) -> None:
-    """Write the cache beside `folder`, continuing a build that was killed, and rename it to `folder`.
+def build(
+    folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
+) -> None:
+    """Write the cache beside `folder`, continuing a build that was killed, and rename it to
+    `folder`.
 
-    read, count, task: see `open_cache`. If the disk is full, raises ConfigError after removing what was written,
-    because other programs need the space.
+    read, count, task: see `open_cache`. If the disk is full, raises ConfigError after removing what
+    was written, because other programs need the space.
     """
     building = folder.with_name(f"{folder.name}.building")
     building.mkdir(exist_ok=True)
@@ -122,7 +148,9 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
             show_progress(task, total=count) as advance,
         ):
             advance(done)
-            for index, image in enumerate(decode_in_order(read, range(done, count), num_threads), done):
+            for index, image in enumerate(
+                decode_in_order(read, range(done, count), num_threads), done
+            ):
                 record = write_image(pixels, reasons, index, image)
                 pixels.flush()
                 reasons.flush()
@@ -139,14 +167,19 @@ def build(folder: Path, read: Callable[[int], Tensor], *, count: int, num_thread
         shutil.rmtree(building, ignore_errors=True)
         needed = written / max(1, done) * count
         raise ConfigError(
-            f"data.cache=uint8 needs about {needed / 1e9:.1f} GB in {folder.parent}, and the disk is full after "
-            f"{written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another disk, or data.cache=none"
+            f"data.cache=uint8 needs about {needed / 1e9:.1f} GB in {folder.parent}, and the disk"
+            f" is full after {written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another"
+            " disk, or data.cache=none"
         ) from error
     os.rename(building, folder)
 
 
-def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: int) -> Iterator[Decoded]:
-    """Yield images, decoded by threads, in the order of `indices`; in place of a bad image, yield its BadImageError."""
+def decode_in_order(
+    read: Callable[[int], Tensor], indices: range, num_threads: int
+) -> Iterator[Decoded]:
+    """Yield images, decoded by threads, in the order of `indices`; in place of a bad image, yield
+    its BadImageError.
+    """
 
     def decode(index: int) -> Decoded:
         try:
@@ -154,8 +187,11 @@ def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: 
         except BadImageError as error:
             return error
 
-    remaining, pending = iter(indices), deque[Future[Decoded]]()
-    pool = ThreadPoolExecutor(num_threads, "decoder", initializer=torch.set_num_threads, initargs=(1,))
+    remaining = iter(indices)
+    pending = deque[Future[Decoded]]()
+    pool = ThreadPoolExecutor(
+        num_threads, "decoder", initializer=torch.set_num_threads, initargs=(1,)
+    )
     try:
         while True:
             for index in islice(remaining, num_threads * AHEAD_PER_THREAD - len(pending)):
@@ -168,7 +204,9 @@ def decode_in_order(read: Callable[[int], Tensor], indices: range, num_threads: 
 
 
 def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:
-    """Append image `index` to the file `pixels`, or its BadImageError to the file `reasons`; return its `RECORD`."""
+    """Append image `index` to the file `pixels`, or its BadImageError to the file `reasons`; return
+    its `RECORD`.
+    """
     if isinstance(image, BadImageError):
         reasons.write(json.dumps([index, str(image)]) + "\n")
         return np.array((0, 0, 0), RECORD).tobytes()
@@ -178,16 +216,23 @@ def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> b
 
 
 def keep_whole_images(building: Path) -> int:
-    """Truncate the files after the last complete image, and return the number of complete images."""
+    """Truncate the files after the last complete image, and return the number of complete
+    images.
+    """
     for name in (PIXELS, RECORDS, BAD):
         (building / name).touch()
-    records, reasons = read_records(building), read_reasons(building)
+    records = read_records(building)
+    reasons = read_reasons(building)
     ends = sizes(records).cumsum()
     count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))
-    with open(building / PIXELS, "rb") as pixels:  # in full, because a host that lost power may have lost some pages
+    with open(
+        building / PIXELS, "rb"
+    ) as pixels:  # in full, because a host that lost power may have lost some pages
         for index, record in enumerate(records[:count]):
             height, width, crc = record.tolist()
-            if zlib.crc32(pixels.read(height * width * 3)) != crc or (height == 0 and index not in reasons):
+            if zlib.crc32(pixels.read(height * width * 3)) != crc or (
+                height == 0 and index not in reasons
+            ):
                 count = index
                 break
     whole = [json.dumps([index, text]) + "\n" for index, text in reasons.items() if index < count]

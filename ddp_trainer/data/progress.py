@@ -1,4 +1,6 @@
-"""The progress of long work before the training: a bar on a terminal, elsewhere a line every 30 seconds."""
+"""The progress of long work before the training: a bar on a terminal, elsewhere a line every 30
+seconds.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +14,20 @@ SECONDS_PER_LINE = 30.0
 
 @contextmanager
 def show_progress(task: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show the progress of `task`; yield a function that takes the number of newly finished items."""
+    """Show the progress of `task`; yield a function that takes the number of newly
+    finished items.
+    """
     console = get_console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    number, done, printed = bar.add_task(task, total=total), 0, time.monotonic()
+    number = bar.add_task(task, total=total)
+    done = 0
+    printed = time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal done, printed
@@ -24,8 +35,11 @@ def show_progress(task: str, *, total: int | None = None) -> Iterator[Callable[[
         bar.advance(number, count)
         if not console.is_terminal and time.monotonic() - printed > SECONDS_PER_LINE:
             printed = time.monotonic()
-            with suppress(OSError, SystemExit):  # rich raises SystemExit when the reader of its pipe is gone
-                console.print(f"{task}: {done:,}{'' if total is None else f' of {total:,}'}", highlight=False)
+            # rich raises SystemExit when the reader of its pipe is gone
+            with suppress(OSError, SystemExit):
+                console.print(
+                    f"{task}: {done:,}{'' if total is None else f' of {total:,}'}", highlight=False
+                )
 
     with suppress(OSError):  # the terminal was closed
         bar.start()

@@ -1,4 +1,6 @@
-"""Readers of batches: of images in memory, and of a map-style data set, whose samples are read ahead by threads."""
+"""Readers of batches: of images in memory, and of a map-style data set, whose samples are read
+ahead by threads.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_trainer.data.dataset import BadSampleError, ImageTensors, Shape, num_samples, read_sample, sample_name
+from ddp_trainer.data.dataset import (
+    BadSampleError,
+    ImageTensors,
+    Shape,
+    num_samples,
+    read_sample,
+    sample_name,
+)
 
 BATCHES_AHEAD = 2
 PARTS_PER_THREAD = 4
@@ -26,13 +35,18 @@ class ResidentReader:
     """Reads batches of images that stay in the memory of `device`."""
 
     def __init__(self, images: ImageTensors, *, device: torch.device) -> None:
-        self.pixels, self.labels = images.images.to(device), images.labels.to(device)
+        self.pixels = images.images.to(device)
+        self.labels = images.labels.to(device)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the device, per batch of ids. crops: ignored."""
+    def read(
+        self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the device, per batch of ids.
+        crops: ignored.
+        """
         for ids in batches:
             on_device = ids.to(self.labels.device, non_blocking=True)
             yield self.pixels.index_select(0, on_device), self.labels.index_select(0, on_device)
@@ -56,19 +70,26 @@ class SampleReader:
     def __len__(self) -> int:
         return num_samples(self.dataset)
 
-    def read(self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the CPU, for each int64 [B] of sample ids.
+    def read(
+        self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the CPU, for each int64 [B]
+        of sample ids.
 
-        A bad image is replaced by `blank`, with the label `NO_LABEL`. crops: for each batch, [B, 4], the four random
-        numbers in [0, 1) that choose the crop of each image file; None: center crops.
+        A bad image is replaced by `blank`, with the label `NO_LABEL`. crops: for each batch, [B,
+        4], the four random numbers in [0, 1) that choose the crop of each image file; None: center
+        crops.
 
         Raises:
             RuntimeError: a sample cannot be read, for a reason other than a bad image.
-            ValueError: a sample has another shape than the first sample of the data set, or its label is not a class.
+            ValueError: a sample has another shape than the first sample of the data set, or its
+            label is not a class.
         """
-        requests, pending = zip(batches, crops or repeat(None), strict=False), deque[PendingBatch]()
+        requests = zip(batches, crops or repeat(None), strict=False)
+        pending = deque[PendingBatch]()
         ahead = BATCHES_AHEAD if self.num_workers else 0
-        # torch's default, a thread for each core, would compete with the other readers and with the training
+        # torch's default, a thread for each core, would compete with the other readers and with the
+        # training
         pool = ThreadPoolExecutor(max(1, self.num_workers), "reader", torch.set_num_threads, (1,))
         try:
             while True:
@@ -84,39 +105,63 @@ class SampleReader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, pool: ThreadPoolExecutor, ids: Tensor, draws: Tensor | None) -> PendingBatch:
-        """Start to read a batch; return images, labels and the futures that fill them. draws: its crops, see `read`."""
+        """Start to read a batch; return images, labels and the futures that fill them. draws: its
+        crops, see `read`.
+        """
         with torch.inference_mode(False):  # because threads outside of it write to the tensors
-            shape, layout = (len(ids), *self.image_shape), torch.channels_last  # as decoders return images
-            images = torch.empty(shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout)
+            # as decoders return images
+            shape = (len(ids), *self.image_shape)
+            layout = torch.channels_last
+            images = torch.empty(
+                shape, dtype=torch.uint8, pin_memory=self.pin_memory, memory_format=layout
+            )
             labels = torch.empty(len(ids), dtype=torch.int64, pin_memory=self.pin_memory)
 
-        indices, rows = ids.tolist(), [None] * len(ids) if draws is None else draws.tolist()
-        places, label_array = range(len(indices)), labels.numpy()
+        indices = ids.tolist()
+        rows = [None] * len(ids) if draws is None else draws.tolist()
+        places = range(len(indices))
+        label_array = labels.numpy()
 
         def fill(places: range) -> None:
             for place in places:
                 try:
                     images[place], label_array[place] = self.sample(indices[place], rows[place])
                 except BadSampleError as error:
-                    images[place], label_array[place] = self.blank, NO_LABEL
-                    self.bad.append((sample_name(self.dataset, indices[place]), str(error.__cause__)))
+                    images[place] = self.blank
+                    label_array[place] = NO_LABEL
+                    self.bad.append(
+                        (sample_name(self.dataset, indices[place]), str(error.__cause__))
+                    )
 
         if not self.num_workers:
             fill(places)
             return images, labels, []
         # waking a thread for each sample would take as long as reading a cached sample
         part = max(1, len(ids) // (PARTS_PER_THREAD * self.num_workers))
-        return images, labels, [pool.submit(fill, places[start : start + part]) for start in places[::part]]
+        return (
+            images,
+            labels,
+            [pool.submit(fill, places[start : start + part]) for start in places[::part]],
+        )
 
     def sample(self, index: int, draws: Sequence[float] | None = None) -> tuple[Tensor, int]:
-        """Return a sample; ValueError if shape or label is wrong. draws: four numbers for the crop; None: center."""
+        """Return a sample; ValueError if shape or label is wrong. draws: four numbers for the crop;
+        None: center.
+        """
         image, label = read_sample(self.dataset, index, draws)
         if image.shape != self.image_shape:
-            name, shape, first = sample_name(self.dataset, index), list(image.shape), list(self.image_shape)
-            raise ValueError(f"{name} has the shape {shape}, the first image {first}: all must have the same shape")
+            name = sample_name(self.dataset, index)
+            shape = list(image.shape)
+            first = list(self.image_shape)
+            raise ValueError(
+                f"{name} has the shape {shape}, the first image {first}: all must have the same"
+                " shape"
+            )
         if not 0 <= label < self.num_classes:
             name = sample_name(self.dataset, index)
-            raise ValueError(f"{name} has the label {label}: labels must be 0 to {self.num_classes - 1}")
+            raise ValueError(
+                f"{name} has the label {label}: labels must be 0 to {self.num_classes - 1}"
+            )
         return image, label
 
 

@@ -13,9 +13,10 @@ from ddp_trainer.distributed.seeding import generator
 class GlobalBatchSampler(DistributedSampler[int]):
     """Gives each rank its share of every global batch of an epoch.
 
-    Global batch k of an epoch is ``order[k*G:(k+1)*G]``, where ``order`` depends on (seed, epoch) alone. Rank r of W
-    takes every W-th position in the batch from r on; if G is not divisible by W, shares differ by one sample. The last
-    incomplete global batch of an epoch is dropped. Iterating starts at global batch `step`.
+    Global batch k of an epoch is ``order[k*G:(k+1)*G]``, where ``order`` depends on (seed, epoch)
+    alone. Rank r of W takes every W-th position in the batch from r on; if G is not divisible by W,
+    shares differ by one sample. The last incomplete global batch of an epoch is dropped. Iterating
+    starts at global batch `step`.
 
     A ``DataLoader`` with this sampler needs ``batch_size=sampler.local_batch_size``.
     """
@@ -23,7 +24,9 @@ class GlobalBatchSampler(DistributedSampler[int]):
     def __init__(self, dataset: Sized, *, global_batch_size: int, **options: Any) -> None:
         """options: num_replicas, rank, shuffle and seed, as for `DistributedSampler`."""
         super().__init__(dataset, drop_last=True, **options)  # type: ignore[arg-type]
-        self.length, self.global_batch_size, self.step = len(dataset), global_batch_size, 0
+        self.length = len(dataset)
+        self.global_batch_size = global_batch_size
+        self.step = 0
         assert self.num_replicas <= global_batch_size <= self.length
 
     @property
@@ -37,7 +40,9 @@ class GlobalBatchSampler(DistributedSampler[int]):
         return len(range(self.rank, self.global_batch_size, self.num_replicas))
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
-        """Set the epoch; iterating then starts at global batch `step` of this epoch (0: the first)."""
+        """Set the epoch; iterating then starts at global batch `step` of this epoch (0:
+        the first).
+        """
         super().set_epoch(epoch)
         self.step = step
 
@@ -45,10 +50,14 @@ class GlobalBatchSampler(DistributedSampler[int]):
         """Return the sample ids of the whole epoch in order: int64 [N]."""
         if not self.shuffle:
             return torch.arange(self.length)
-        return torch.randperm(self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order"))
+        return torch.randperm(
+            self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order")
+        )
 
     def positions(self, step: int) -> slice:
-        """Return the positions, in the epoch's order, of this rank's share of global batch `step`."""
+        """Return the positions, in the epoch's order, of this rank's share of global batch
+        `step`.
+        """
         start = step * self.global_batch_size
         return slice(start + self.rank, start + self.global_batch_size, self.num_replicas)
 

@@ -1,1 +1,3 @@
-"""The process group and the parts around it: environment, seeds, failure monitor and graceful stop."""
+"""The process group and the parts around it: environment, seeds, failure monitor and
+graceful stop.
+"""

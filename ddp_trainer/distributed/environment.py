@@ -1,6 +1,8 @@
-"""The environment variables, cores, network interface and versions of this process. Imports no torch.
+"""The environment variables, cores, network interface and versions of this process. Imports no
+torch.
 
-Other modules may set environment variables and pass them on to processes that they start, but they read none.
+Other modules may set environment variables and pass them on to processes that they start, but they
+read none.
 """
 
 import ctypes
@@ -27,7 +29,10 @@ PR_SET_PDEATHSIG = 1
 """The option of prctl that sets the signal for the end of the parent, from Linux's prctl.h."""
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-FIX = "start with torchrun --nproc_per_node=N --master-port=29500 -m ddp_trainer, or unset RANK and WORLD_SIZE"
+FIX = (
+    "start with torchrun --nproc_per_node=N --master-port=29500 -m ddp_trainer, or unset RANK and"
+    " WORLD_SIZE"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +47,13 @@ class Environment:
     master_port: int = 29500
     under_torchrun: bool = False
     has_agent_store: bool = False
-    """Whether torchrun's own process has the rendezvous store, so that a rank can connect to it at any time."""
+    """Whether torchrun's own process has the rendezvous store, so that a rank can connect to it at
+    any time.
+    """
     is_restart: bool = False
-    """Whether this rank was started before in this launch: torchrun restarted it, or SLURM requeued the job."""
+    """Whether this rank was started before in this launch: torchrun restarted it, or SLURM requeued
+    the job.
+    """
     node: str = field(default_factory=socket.gethostname)
     """The name of this node: under SLURM the name that SLURM uses, else the host name."""
     error_file: str | None = None
@@ -57,20 +66,29 @@ class Environment:
     """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
     def record_start(self) -> None:
-        """Write a file that makes `is_restart` true in later starts: torchrun's count omits restarts for a new node."""
+        """Write a file that makes `is_restart` true in later starts: torchrun's count omits
+        restarts for a new node.
+        """
         if marker := _start_marker(self.error_file):
             with suppress(OSError):  # a full disk must not end a start
                 marker.write_text(str(os.getpid()))
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return the `Environment` from torchrun's variables, or for a single process; ConfigError if they are wrong."""
+    """Return the `Environment` from torchrun's variables, or for a single process; ConfigError if
+    they are wrong.
+    """
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     marker = _start_marker(error_file)
     was_started = marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
     fields: dict[str, Any] = {
-        "is_restart": was_started or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name)),
-        "stop_file": Path(stop_file) if (stop_file := variables.get("DDP_TRAINER_STOP_FILE")) else None,
+        "is_restart": (
+            was_started
+            or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name))
+        ),
+        "stop_file": (
+            Path(stop_file) if (stop_file := variables.get("DDP_TRAINER_STOP_FILE")) else None
+        ),
         "command": variables.get("DDP_TRAINER_COMMAND") or None,
         "job_secret": variables.get("DDP_TRAINER_JOB_SECRET", ""),
         "node": variables.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -80,14 +98,21 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     if not present:
         return Environment(**fields)
     if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
-        raise ConfigError(f"{present[0]}={variables[present[0]]} is set without {', '.join(missing)}: {FIX}")
+        raise ConfigError(
+            f"{present[0]}={variables[present[0]]} is set without {', '.join(missing)}: {FIX}"
+        )
     fields |= {name.lower(): _count(name, variables) for name in COUNTS}
-    env = Environment(**fields, master_addr=variables["MASTER_ADDR"], under_torchrun=True, error_file=error_file)
-    require(env.rank < env.world_size, f"RANK={env.rank} must be less than WORLD_SIZE={env.world_size}: {FIX}")
+    env = Environment(
+        **fields, master_addr=variables["MASTER_ADDR"], under_torchrun=True, error_file=error_file
+    )
+    require(
+        env.rank < env.world_size,
+        f"RANK={env.rank} must be less than WORLD_SIZE={env.world_size}: {FIX}",
+    )
     require(
         env.local_rank < env.local_world_size <= env.world_size,
-        f"LOCAL_RANK={env.local_rank} must be less than LOCAL_WORLD_SIZE={env.local_world_size}, which must be at most "
-        f"WORLD_SIZE={env.world_size}: {FIX}",
+        f"LOCAL_RANK={env.local_rank} must be less than LOCAL_WORLD_SIZE={env.local_world_size},"
+        f" which must be at most WORLD_SIZE={env.world_size}: {FIX}",
     )
     require(0 < env.master_port < 2**16, f"MASTER_PORT={env.master_port} must be 1 to 65535: {FIX}")
     return env
@@ -101,24 +126,33 @@ def _count(name: str, variables: Mapping[str, str]) -> int:
 
 
 def _start_marker(error_file: str | None) -> Path | None:
-    """Return the path of the file that `record_start` writes; None if `error_file` is None or not torchrun's.
+    """Return the path of the file that `record_start` writes; None if `error_file` is None or not
+    torchrun's.
 
-    Each torchrun process has one such file for each local rank, the same after a restart. torchrun's error file is
-    ``<folder of the torchrun process>/attempt_<restart count>/<local rank>/error.json``.
+    Each torchrun process has one such file for each local rank, the same after a restart.
+    torchrun's error file is ``<folder of the torchrun process>/attempt_<restart count>/<local
+    rank>/error.json``.
     """
-    if error_file is None or not (attempt := Path(error_file).parent.parent).name.startswith("attempt_"):
+    if error_file is None or not (attempt := Path(error_file).parent.parent).name.startswith(
+        "attempt_"
+    ):
         return None
     return attempt.parent / f"started-{Path(error_file).parent.name}"
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks. Imports no torch; ConfigError if one is not installed."""
+    """Return the versions that must be equal on all ranks. Imports no torch; ConfigError if one is
+    not installed.
+    """
     versions = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "torchvision"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
-            fix = "run 'make', or use a Python that has it (launch scripts: PYTHON, slurm.sbatch: DDP_TRAINER_PYTHON)"
+            fix = (
+                "run 'make', or use a Python that has it (launch scripts: PYTHON, slurm.sbatch:"
+                " DDP_TRAINER_PYTHON)"
+            )
             raise ConfigError(f"{package} is not installed in {sys.prefix}: {fix}") from None
     for decoder in ("torchcodec", "pillow"):  # other versions may decode pixels differently
         with suppress(PackageNotFoundError):
@@ -128,7 +162,9 @@ def installed_versions() -> dict[str, str]:
 
 def plugin_modules(variables: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the modules in DDP_TRAINER_PLUGINS, a list separated by commas."""
-    return [name.strip() for name in variables.get("DDP_TRAINER_PLUGINS", "").split(",") if name.strip()]
+    return [
+        name.strip() for name in variables.get("DDP_TRAINER_PLUGINS", "").split(",") if name.strip()
+    ]
 
 
 def user_cache(variables: Mapping[str, str] = os.environ) -> Path:
@@ -142,38 +178,53 @@ def c_compilers(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the `count` GPUs that this process may use, in the form of CUDA_VISIBLE_DEVICES."""
+    """Return the names of the `count` GPUs that this process may use, in the form of
+    CUDA_VISIBLE_DEVICES.
+    """
     names = variables.get("CUDA_VISIBLE_DEVICES")
-    return [name.strip() for name in names.split(",")][:count] if names else [str(number) for number in range(count)]
+    return (
+        [name.strip() for name in names.split(",")][:count]
+        if names
+        else [str(number) for number in range(count)]
+    )
 
 
 def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
     """Set GOMP_SPINCOUNT=1000 unless OMP_WAIT_POLICY is set. Call this before torch is imported.
 
-    An OpenMP thread that waits for the others then releases its core after microseconds instead of milliseconds:
-    otherwise two runs that share cores slow each other down by a factor of ten.
+    An OpenMP thread that waits for the others then releases its core after microseconds instead of
+    milliseconds: otherwise two runs that share cores slow each other down by a factor of ten.
     """
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
-    """Make Linux kill this process when torchrun ends: a signal can end torchrun and leave new ranks running."""
+    """Make Linux kill this process when torchrun ends: a signal can end torchrun and leave new
+    ranks running.
+    """
     if "TORCHELASTIC_RUN_ID" in variables and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def set_interface(environment: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Set the network interface of gloo and NCCL to the one that routes to rank 0, unless the user has chosen one."""
+def set_interface(
+    environment: Environment, variables: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set the network interface of gloo and NCCL to the one that routes to rank 0, unless the user
+    has chosen one.
+    """
     is_one_node = environment.world_size == environment.local_world_size
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not is_one_node:
-            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, NCCL matches name prefixes
+            # without =, NCCL matches name prefixes
+            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the network interface that routes to `host` over IPv4; None if it is not known."""
+    """Return the name of the network interface that routes to `host` over IPv4; None if it is not
+    known.
+    """
     with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
         for _, name in socket.if_nameindex():
@@ -185,8 +236,12 @@ def interface_towards(host: str) -> str | None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and the CPU quota of the container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many cores this process may use, by its affinity and the CPU quota of the
+    container.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except OSError:

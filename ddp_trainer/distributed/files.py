@@ -15,7 +15,9 @@ from ddp_trainer.config.errors import TransientError
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[BufferedRandom]:
-    """Yield a temporary file, which is synced to disk and renamed to `path` at the end, or deleted after an error."""
+    """Yield a temporary file, which is synced to disk and renamed to `path` at the end, or deleted
+    after an error.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     try:
         with open(temporary, "w+b") as file:
@@ -35,7 +37,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that is a JSON object with an integer ``step``, and the object; skip all other lines."""
+    """Yield each line that is a JSON object with an integer ``step``, and the object; skip all
+    other lines.
+    """
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
             record = json.loads(line)
@@ -44,7 +48,9 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def exclude_node(run_dir: Path, node: str) -> None:
-    """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job. A full disk is no error."""
+    """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job. A full
+    disk is no error.
+    """
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         with open(run_dir / "excluded_nodes", "a") as file:
@@ -53,7 +59,8 @@ def exclude_node(run_dir: Path, node: str) -> None:
 
 @contextmanager
 def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
-    """Lock `path` inside the context; TransientError, with the text `holder`, if another process keeps it `seconds`.
+    """Lock `path` inside the context; TransientError, with the text `holder`, if another process
+    keeps it `seconds`.
 
     The kernel releases the lock when this process ends, however it ends.
     """
@@ -69,7 +76,7 @@ def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
                 time.sleep(0.1)
             except OSError as error:
                 raise TransientError(
-                    f"{path.parent} cannot be locked ({error.strerror}): mount the file system with locks (Lustre: "
-                    "-o flock), or choose another folder"
+                    f"{path.parent} cannot be locked ({error.strerror}): mount the file system with"
+                    " locks (Lustre: -o flock), or choose another folder"
                 ) from error
         yield

@@ -1,4 +1,6 @@
-"""The graceful stop: a signal or a stop file sets a flag, and the trainer reads the flag at its control points."""
+"""The graceful stop: a signal or a stop file sets a flag, and the trainer reads the flag at its
+control points.
+"""
 
 import os
 import signal
@@ -12,31 +14,38 @@ from ddp_trainer.config.errors import ConfigError
 
 
 class GracefulStop:
-    """A flag that is set by SIGTERM, SIGINT or the stop file; ConfigError if the file's folder cannot be read.
+    """A flag that is set by SIGTERM, SIGINT or the stop file; ConfigError if the file's folder
+    cannot be read.
 
-    A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends, is ignored if
-    torchrun has not started this process, or if nohup or a launch script has set it to be ignored. Otherwise it sets
-    the flag, because torchrun gets the signal too and ends its ranks. Use as a context manager: leaving it restores the
-    former signal handlers, and `is_set` keeps its value.
+    A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends,
+    is ignored if torchrun has not started this process, or if nohup or a launch script has set it
+    to be ignored. Otherwise it sets the flag, because torchrun gets the signal too and ends its
+    ranks. Use as a context manager: leaving it restores the former signal handlers, and `is_set`
+    keeps its value.
     """
 
     def __init__(self, stop_file: Path | None = None, *, under_torchrun: bool = False) -> None:
-        self.stop_file, self.under_torchrun, self.is_set = stop_file, under_torchrun, False
+        self.stop_file = stop_file
+        self.under_torchrun = under_torchrun
+        self.is_set = False
         self._last_interrupt = float("-inf")
         try:
             with suppress(FileNotFoundError):
                 os.stat(stop_file or ".")
         except OSError as error:
             raise ConfigError(
-                f"DDP_TRAINER_STOP_FILE={stop_file} cannot be read ({error.strerror}): choose a file in a folder that "
-                "this process can read"
+                f"DDP_TRAINER_STOP_FILE={stop_file} cannot be read ({error.strerror}): choose a"
+                " file in a folder that this process can read"
             ) from error
 
     def __enter__(self) -> Self:
         handlers: dict[int, Any] = {signal.SIGTERM: self._handle, signal.SIGINT: self._handle}
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup and the launch scripts ignore it
+        # nohup and the launch scripts ignore it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = self._handle if self.under_torchrun else signal.SIG_IGN
-        self._former = [(number, signal.signal(number, handler)) for number, handler in handlers.items()]
+        self._former = [
+            (number, signal.signal(number, handler)) for number, handler in handlers.items()
+        ]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -45,7 +54,8 @@ class GracefulStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            last, self._last_interrupt = self._last_interrupt, time.monotonic()
+            last = self._last_interrupt
+            self._last_interrupt = time.monotonic()
             if self._last_interrupt - last < 1:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

@@ -1,4 +1,6 @@
-"""Settings of the memory allocator and of the garbage collector that make steps and starts faster."""
+"""Settings of the memory allocator and of the garbage collector that make steps and starts
+faster.
+"""
 
 import ctypes
 import gc
@@ -7,15 +9,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 """Parameters of mallopt, from glibc's malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """Set glibc's allocator to keep freed blocks up to 32 MiB, so that each step reuses the memory of the step before.
+    """Set glibc's allocator to keep freed blocks up to 32 MiB, so that each step reuses the memory
+    of the step before.
 
-    By default glibc returns a freed block to the system if it is larger than 128 KiB and than all that were freed
-    before, and also much free memory at the end of the heap. What is mapped again costs a page fault per 4 KiB.
+    By default glibc returns a freed block to the system if it is larger than 128 KiB and than all
+    that were freed before, and also much free memory at the end of the heap. What is mapped again
+    costs a page fault per 4 KiB.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -25,12 +30,15 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Disable garbage collection inside the context, because importing torch takes 0.5 s less CPU time without it.
+    """Disable garbage collection inside the context, because importing torch takes 0.5 s less CPU
+    time without it.
 
-    If torch was imported inside, later collections skip all objects that exist at the end of the context. They do not
-    skip newer objects, because a DDP module that is never collected aborts the interpreter at exit.
+    If torch was imported inside, later collections skip all objects that exist at the end of the
+    context. They do not skip newer objects, because a DDP module that is never collected aborts the
+    interpreter at exit.
     """
-    was_enabled, had_torch = gc.isenabled(), "torch" in sys.modules
+    was_enabled = gc.isenabled()
+    had_torch = "torch" in sys.modules
     gc.disable()
     try:
         yield

@@ -9,9 +9,14 @@ from torch import Tensor
 
 MIB = 2**20
 GROWTH_EPOCHS = 5
-"""A rank gets a warning if its memory has grown in each of so many epochs in a row, and enough in total."""
-GROWTH_MB, GROWTH_SHARE = 64.0, 0.1
-"""Growth is enough if it is at least so many MiB, and at least this share of the memory before these epochs."""
+"""A rank gets a warning if its memory has grown in each of so many epochs in a row, and enough in
+total.
+"""
+GROWTH_MB = 64.0
+GROWTH_SHARE = 0.1
+"""Growth is enough if it is at least so many MiB, and at least this share of the memory before
+these epochs.
+"""
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -21,14 +26,18 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak of this rank's memory in MiB: on a GPU what torch allocated, else resident memory."""
+    """Return the peak of this rank's memory in MiB: on a GPU what torch allocated, else resident
+    memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def current_memory_mb(device: torch.device) -> float:
-    """Return this rank's memory in MiB: on a GPU what torch has allocated, else resident memory (0 if unknown)."""
+    """Return this rank's memory in MiB: on a GPU what torch has allocated, else resident memory (0
+    if unknown).
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / MIB
     try:
@@ -39,23 +48,29 @@ def current_memory_mb(device: torch.device) -> float:
 
 
 class MemoryGrowth:
-    """Finds the rank whose memory grows in every epoch, for example because tensors are never freed."""
+    """Finds the rank whose memory grows in every epoch, for example because tensors are never
+    freed.
+    """
 
     def __init__(self) -> None:
         self.epoch: int | None = None
         self.ends: list[Tensor] = []
-        """The memory of all ranks at the ends of epochs; the last entry is the newest value of the current epoch."""
+        """The memory of all ranks at the ends of epochs; the last entry is the newest value of the
+        current epoch.
+        """
 
     def add(self, epoch: int, memory_mb: Tensor) -> tuple[int, float, float] | None:
-        """Add the MiB of all ranks, float64 [W]. Return a rank whose memory grows, its MiB before and now; or None.
+        """Add the MiB of all ranks, float64 [W]. Return a rank whose memory grows, its MiB before
+        and now; or None.
 
-        The memory of the rank has grown in each of the last GROWTH_EPOCHS epochs. After such a result, the epochs are
-        counted from 0 again.
+        The memory of the rank has grown in each of the last GROWTH_EPOCHS epochs. After such a
+        result, the epochs are counted from 0 again.
         """
         if epoch == self.epoch:
             self.ends[-1] = memory_mb
             return None
-        whole, self.epoch = self.ends[-GROWTH_EPOCHS - 1 :], epoch
+        whole = self.ends[-GROWTH_EPOCHS - 1 :]
+        self.epoch = epoch
         self.ends = [*whole, memory_mb]
         if len(whole) <= GROWTH_EPOCHS:
             return None

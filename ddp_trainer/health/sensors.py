@@ -1,4 +1,6 @@
-"""The temperature of this rank's GPU or processor, and whether heat slows down the processor, where that is known."""
+"""The temperature of this rank's GPU or processor, and whether heat slows down the processor, where
+that is known.
+"""
 
 import time
 from contextlib import suppress
@@ -11,17 +13,23 @@ READ_SECONDS = 10.0
 
 
 class Sensors:
-    """The sensors of the device of this rank. sys: the folder in which Linux shows the processor's sensors."""
+    """The sensors of the device of this rank. sys: the folder in which Linux shows the processor's
+    sensors.
+    """
 
     def __init__(self, device: torch.device, *, sys: Path = Path("/sys")) -> None:
         self.device = device
         self.thermometers = sorted(sys.glob("class/thermal/thermal_zone*/temp"))
-        self.counters = sorted(sys.glob("devices/system/cpu/cpu*/thermal_throttle/package_throttle_count"))
-        self._next, self._last = 0.0, (0.0, 0.0)
+        self.counters = sorted(
+            sys.glob("devices/system/cpu/cpu*/thermal_throttle/package_throttle_count")
+        )
+        self._next = 0.0
+        self._last = (0.0, 0.0)
         self._throttled_before = sum(map(read_number, self.counters))
 
     def read(self) -> tuple[float, float]:
-        """Return the highest temperature in degrees Celsius, and how often heat has slowed the processor; 0 if unknown.
+        """Return the highest temperature in degrees Celsius, and how often heat has slowed the
+        processor; 0 if unknown.
 
         Slowdowns are counted from the time when this object was made.
         """

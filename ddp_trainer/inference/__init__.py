@@ -1,1 +1,3 @@
-"""The use of trained models: load them from a run directory, predict and score images, and export them."""
+"""The use of trained models: load them from a run directory, predict and score images, and export
+them.
+"""

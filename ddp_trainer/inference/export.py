@@ -1,4 +1,6 @@
-"""Exports of a trained model: safetensors, ``torch.export`` and ONNX, each compared with the checkpoint."""
+"""Exports of a trained model: safetensors, ``torch.export`` and ONNX, each compared with the
+checkpoint.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +21,14 @@ from ddp_trainer.inference.trained_model import TrainedModel
 from ddp_trainer.models.state import load_state
 
 TOLERANCE = 1e-5
-"""The largest allowed difference between a probability from an exported file and from the checkpoint."""
-PACKAGES = {"safetensors": ["safetensors"], "pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+"""The largest allowed difference between a probability from an exported file and from the
+checkpoint.
+"""
+PACKAGES = {
+    "safetensors": ["safetensors"],
+    "pt2": [],
+    "onnx": ["onnx", "onnxscript", "onnxruntime"],
+}
 """The packages that each format of an exported file needs."""
 CHECK_BATCH = 64
 
@@ -28,9 +36,11 @@ Probabilities = Callable[[Tensor], Tensor]
 
 
 class ExportedModel(nn.Module):
-    """A module that takes images and returns the probabilities of the classes, float32 [N, classes].
+    """A module that takes images and returns the probabilities of the classes, float32 [N,
+    classes].
 
-    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32 [N, C, H, W].
+    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32 [N,
+    C, H, W].
     """
 
     scale: Tensor
@@ -38,7 +48,9 @@ class ExportedModel(nn.Module):
 
     def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, normalizes: bool) -> None:
         super().__init__()
-        self.model, self.normalizes, self.image_shape = model, normalizes, preprocessing.image_shape
+        self.model = model
+        self.normalizes = normalizes
+        self.image_shape = preprocessing.image_shape
         deviation = torch.tensor(preprocessing.std)[:, None, None]
         self.register_buffer("scale", 1 / (255 * deviation))
         self.register_buffer("shift", -torch.tensor(preprocessing.mean)[:, None, None] / deviation)
@@ -50,14 +62,19 @@ class ExportedModel(nn.Module):
         return self.model(images).softmax(1)
 
     def prepare(self, pixels: Tensor) -> Tensor:
-        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W], which have the model's size and channels."""
+        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W], which have the model's
+        size and channels.
+        """
         return pixels if self.normalizes else pixels.to(torch.float32) * self.scale + self.shift
 
 
 def check_formats(formats: list[str]) -> None:
     """Check that all `formats` exist and that their packages are installed; ConfigError if not."""
     for name in formats:
-        require(name in PACKAGES, f"format={name} is not a valid choice; choose from {', '.join(PACKAGES)}")
+        require(
+            name in PACKAGES,
+            f"format={name} is not a valid choice; choose from {', '.join(PACKAGES)}",
+        )
         missing = [package for package in PACKAGES[name] if find_spec(package) is None]
         fix = "pip install 'ddp_trainer[export]', or leave the format out"
         require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
@@ -65,18 +82,27 @@ def check_formats(formats: list[str]) -> None:
 
 @torch.no_grad()
 def export_files(
-    trained: TrainedModel, formats: list[str], folder: Path, *, preprocessing_inside: bool, images: Tensor
+    trained: TrainedModel,
+    formats: list[str],
+    folder: Path,
+    *,
+    preprocessing_inside: bool,
+    images: Tensor,
 ) -> dict[str, float]:
-    """Write ``model.<format>`` to `folder` for each format, and return its largest difference from the checkpoint.
+    """Write ``model.<format>`` to `folder` for each format, and return its largest difference from
+    the checkpoint.
 
-    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the checkpoint; if N is 0,
-    it is kept without a comparison.
+    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the
+    checkpoint; if N is 0, it is kept without a comparison.
 
     Raises:
-        ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or cannot be written.
+        ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or
+        cannot be written.
         TransientError: the disk is full or does not answer.
     """
-    model = ExportedModel(trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside).eval()
+    model = ExportedModel(
+        trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside
+    ).eval()
     expected = in_batches(model, model.prepare(images))
     differences = {}
     program: Any = None
@@ -90,7 +116,9 @@ def export_files(
                 found = in_batches(probabilities, model.prepare(images))
             except (ConfigError, OSError):
                 raise
-            except Exception as error:  # the exporters raise anything for a model that they do not support
+            except (
+                Exception
+            ) as error:  # the exporters raise anything for a model that they do not support
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 raise ConfigError(
                     f"format={name} is not possible for model={trained.config.model.name}: {reason}"
@@ -98,26 +126,39 @@ def export_files(
             differences[name] = float((found - expected).abs().max()) if len(images) else 0.0
             require(
                 differences[name] <= TOLERANCE,
-                f"{path} was not written: on {len(images)} images its probabilities differ from the checkpoint's by "
-                f"{differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed: choose another format",
+                f"{path} was not written: on {len(images)} images its probabilities differ from the"
+                f" checkpoint's by {differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed:"
+                " choose another format",
             )
     return differences
 
 
 def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
-    """Call `probabilities` on `images` in batches of `CHECK_BATCH`, and return the results as one tensor."""
-    return torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)]) if len(images) else images
+    """Call `probabilities` on `images` in batches of `CHECK_BATCH`, and return the results as one
+    tensor.
+    """
+    return (
+        torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)])
+        if len(images)
+        else images
+    )
 
 
 def export_program(model: ExportedModel) -> Any:
     """Return the program that ``torch.export`` makes of `model`, for batches of any size."""
     dtype = torch.uint8 if model.normalizes else torch.float32
     example = torch.zeros(2, *model.image_shape, dtype=dtype)
-    return torch.export.export(model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}})
+    return torch.export.export(
+        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
+    )
 
 
-def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write weights and metadata to `path`; return `model` with the weights of this file. `program` is not used."""
+def write_safetensors(
+    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+) -> Probabilities:
+    """Write weights and metadata to `path`; return `model` with the weights of this file. `program`
+    is not used.
+    """
     from safetensors.torch import load_file, save
 
     state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
@@ -126,22 +167,36 @@ def write_safetensors(trained: TrainedModel, model: ExportedModel, program: Any,
     return model
 
 
-def write_pt2(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write `program`, an ExportedProgram, and the metadata to `path`; return the module read from this file."""
+def write_pt2(
+    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+) -> Probabilities:
+    """Write `program`, an ExportedProgram, and the metadata to `path`; return the module read from
+    this file.
+    """
     with open(path, "wb") as file:
-        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata(trained))})
+        torch.export.save(
+            program, file, extra_files={"metadata.json": json.dumps(metadata(trained))}
+        )
     with open(path, "rb") as file:
         return torch.export.load(file).module()
 
 
-def write_onnx(trained: TrainedModel, model: ExportedModel, program: Any, path: Path) -> Probabilities:
-    """Write `program`, an ExportedProgram, as ONNX to `path`; return a function that runs this file on images."""
+def write_onnx(
+    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+) -> Probabilities:
+    """Write `program`, an ExportedProgram, as ONNX to `path`; return a function that runs this file
+    on images.
+    """
     import onnxruntime
 
     exported: Any = torch.onnx.export(
-        program, dynamo=True, verbose=False, input_names=["images"], output_names=["probabilities"],
+        program,
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["probabilities"],
         dynamic_shapes={"images": {0: "batch"}},
-    )  # fmt: skip
+    )
     exported.model.metadata_props.update(metadata(trained))
     exported.save(path, external_data=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
@@ -149,12 +204,16 @@ def write_onnx(trained: TrainedModel, model: ExportedModel, program: Any, path: 
 
 
 WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabilities]] = {
-    "safetensors": write_safetensors, "pt2": write_pt2, "onnx": write_onnx,
-}  # fmt: skip
+    "safetensors": write_safetensors,
+    "pt2": write_pt2,
+    "onnx": write_onnx,
+}
 
 
 def metadata(trained: TrainedModel) -> dict[str, str]:
-    """Return the metadata of an exported file: class names, preprocessing, model and step, each as JSON text."""
+    """Return the metadata of an exported file: class names, preprocessing, model and step, each as
+    JSON text.
+    """
     return {
         "class_names": json.dumps(trained.class_names),
         "preprocessing": json.dumps(asdict(trained.preprocessing)),
@@ -165,7 +224,9 @@ def metadata(trained: TrainedModel) -> dict[str, str]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, renamed to `path` if no error is raised; ConfigError or TransientError if not written."""
+    """Yield a temporary path, renamed to `path` if no error is raised; ConfigError or
+    TransientError if not written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:

@@ -1,4 +1,6 @@
-"""The model card of an export, in Markdown: what the model is, how to use its files, and how it was trained."""
+"""The model card of an export, in Markdown: what the model is, how to use its files, and how it was
+trained.
+"""
 
 from collections.abc import Mapping
 
@@ -19,15 +21,29 @@ def model_card(
 ) -> str:
     """Return the text of the model card.
 
-    differences: by format, the largest difference of a probability from the checkpoint's, on `num_images` images.
-    inside: whether the exported files normalize the images themselves.
+    differences: by format, the largest difference of a probability from the checkpoint's, on
+    `num_images` images. inside: whether the exported files normalize the images themselves.
     """
     preprocessing = trained.preprocessing
     loss, top1, count = trained.evaluation
-    templates = Environment(loader=PackageLoader("ddp_trainer.inference", "."), keep_trailing_newline=True)
+    templates = Environment(
+        loader=PackageLoader("ddp_trainer.inference", "."), keep_trailing_newline=True
+    )
     return templates.get_template("model_card.md.jinja").render(
-        trained=trained, config=trained.config, class_names=trained.class_names, split=trained.config.data.eval_split,
-        loss=loss, top1=top1, count=count, shape=preprocessing.image_shape, mean=preprocessing.mean,
-        std=preprocessing.std, crop=preprocessing.center_crop, differences=differences, num_images=num_images,
-        inside=inside, versions=versions, yaml=yaml.safe_dump(to_builtins(trained.config), sort_keys=False).strip(),
-    )  # fmt: skip
+        trained=trained,
+        config=trained.config,
+        class_names=trained.class_names,
+        split=trained.config.data.eval_split,
+        loss=loss,
+        top1=top1,
+        count=count,
+        shape=preprocessing.image_shape,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        crop=preprocessing.center_crop,
+        differences=differences,
+        num_images=num_images,
+        inside=inside,
+        versions=versions,
+        yaml=yaml.safe_dump(to_builtins(trained.config), sort_keys=False).strip(),
+    )

@@ -1,4 +1,6 @@
-"""Predictions for image files, which threads read in advance; a bad file gets a reason in place of a prediction."""
+"""Predictions for image files, which threads read in advance; a bad file gets a reason in place of
+a prediction.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +26,13 @@ class BadFile:
 
 
 class PictureFiles(Dataset[tuple[Tensor, int]]):
-    """Image files without labels. An item is a preprocessed image, uint8 [C, H, W], and 0 in place of a label."""
+    """Image files without labels. An item is a preprocessed image, uint8 [C, H, W], and 0 in place
+    of a label.
+    """
 
     def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
-        self.paths, self.preprocessing = paths, preprocessing
+        self.paths = paths
+        self.preprocessing = preprocessing
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -45,19 +50,25 @@ def predict_files(
 ) -> Iterator[tuple[str, Prediction | BadFile]]:
     """Yield each path, in order, with its prediction, or with the reason why there is none."""
     channels, height, width = classifier.preprocessing.image_shape
-    files, is_cuda = PictureFiles(paths, classifier.preprocessing), classifier.device.type == "cuda"
+    files = PictureFiles(paths, classifier.preprocessing)
+    is_cuda = classifier.device.type == "cuda"
     shape = (channels, height, width)
-    reader = SampleReader(files, image_shape=shape, num_classes=1, num_workers=num_workers, pin_memory=is_cuda)
+    reader = SampleReader(
+        files, image_shape=shape, num_classes=1, num_workers=num_workers, pin_memory=is_cuda
+    )
     parts = torch.arange(len(paths)).split(batch_size) if paths else ()
     for ids, (pixels, labels) in zip(parts, reader.read(parts), strict=True):
         predictions = classifier.predictions(classifier.of_pixels(pixels), top=top)
-        for index, label, prediction in zip(ids.tolist(), labels.tolist(), predictions, strict=True):
+        for index, label, prediction in zip(
+            ids.tolist(), labels.tolist(), predictions, strict=True
+        ):
             path: str = paths[index]
             yield path, prediction if label != NO_LABEL else BadFile(dict(reader.bad)[path])
 
 
 def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
-    """Return the image files that `words` name: a word is a file, a folder of images, or - for paths on stdin.
+    """Return the image files that `words` name: a word is a file, a folder of images, or - for
+    paths on stdin.
 
     Raises:
         ConfigError: a file cannot be read, or a folder has no image.
@@ -73,7 +84,9 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
             try:
                 names = sorted(name for name, _, _ in walk(os.fsencode(word), b"", {}, set()))
             except OSError as error:
-                raise path_error(error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+                raise path_error(
+                    error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
+                ) from error
             require(bool(names), f"{word} has no image: {IMAGE_FILES}")
             paths += [os.path.join(word, os.fsdecode(name)) for name in names]
         else:
@@ -81,6 +94,8 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
                 os.stat(word)
             except OSError as error:
                 way_out = "give image files, a folder, or - for paths on stdin"
-                raise path_error(error, f"{word} cannot be read ({error.strerror}): {way_out}") from error
+                raise path_error(
+                    error, f"{word} cannot be read ({error.strerror}): {way_out}"
+                ) from error
             paths.append(word)
     return paths

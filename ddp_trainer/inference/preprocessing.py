@@ -1,4 +1,6 @@
-"""The preprocessing of a model's input: from a picture of any size to the pixels that the model was trained on."""
+"""The preprocessing of a model's input: from a picture of any size to the pixels that the model was
+trained on.
+"""
 
 from dataclasses import dataclass
 
@@ -22,13 +24,16 @@ class Preprocessing:
     image_shape: list[int]
     """Channels, height and width."""
     center_crop: float | None = None
-    """The side of the part in the center that is used, divided by that of the largest possible part; None: 1."""
+    """The side of the part in the center that is used, divided by that of the largest possible
+    part; None: 1.
+    """
 
     def prepare(self, image: Tensor) -> Tensor:
         """Return `image` with the channels and the size that the model expects.
 
-        image: uint8 [c, h, w] -> uint8 [C, H, W]. If its ratio of height to width is another, its ends are cut off, so
-        that it is not distorted. ValueError if its channels cannot be converted.
+        image: uint8 [c, h, w] -> uint8 [C, H, W]. If its ratio of height to width is another, its
+        ends are cut off, so that it is not distorted. ValueError if its channels cannot be
+        converted.
         """
         channels, height, width = self.image_shape
         image = with_channels(image, channels)
@@ -37,7 +42,9 @@ class Preprocessing:
         return resize(image, self.box(*image.shape[1:]), (height, width))
 
     def box(self, height: int, width: int) -> Box:
-        """Return the centered `Box` (in pixels) that the model sees of a picture of `height` × `width` pixels."""
+        """Return the centered `Box` (in pixels) that the model sees of a picture of `height` ×
+        `width` pixels.
+        """
         _, rows, columns = self.image_shape
         is_low = height * columns <= width * rows
         used = (height, height * columns / rows) if is_low else (width * rows / columns, width)
@@ -46,7 +53,9 @@ class Preprocessing:
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Return `image`, uint8 [c, h, w], with `channels` channels: color as gray, or gray repeated; else ValueError."""
+    """Return `image`, uint8 [c, h, w], with `channels` channels: color as gray, or gray repeated;
+    else ValueError.
+    """
     if image.shape[0] == channels:
         return image
     if (image.shape[0], channels) == (3, 1):
@@ -54,4 +63,7 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
         return (image * weights).sum(0, keepdim=True).round().to(torch.uint8)
     if image.shape[0] == 1:
         return image.expand(channels, -1, -1)
-    raise ValueError(f"the image has {image.shape[0]} channels, and the model expects {channels}: convert the image")
+    raise ValueError(
+        f"the image has {image.shape[0]} channels, and the model expects {channels}: convert the"
+        " image"
+    )

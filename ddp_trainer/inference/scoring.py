@@ -1,4 +1,6 @@
-"""Score a trained model on a split, each sample once over all ranks, with the same code as during training."""
+"""Score a trained model on a split, each sample once over all ranks, with the same code as during
+training.
+"""
 
 import logging
 import time
@@ -30,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The scores of a model on a split, its speed over all ranks, and the folder with the written files."""
+    """The scores of a model on a split, its speed over all ranks, and the folder with the written
+    files.
+    """
 
     trained: TrainedModel
     split: NamedSplit
@@ -40,23 +44,37 @@ class Scored:
 
 
 def score_run(
-    run_dir: Path, *, checkpoint: str, split: SplitName | None, overrides: list[str], environment: Environment
+    run_dir: Path,
+    *,
+    checkpoint: str,
+    split: SplitName | None,
+    overrides: list[str],
+    environment: Environment,
 ) -> Scored | None:
-    """Score a checkpoint, and write the files of the evaluation. Return the scores on rank 0, None on other ranks.
+    """Score a checkpoint, and write the files of the evaluation. Return the scores on rank 0, None
+    on other ranks.
 
-    checkpoint: best, last, or a step. split: None for the split on which the training evaluated. overrides:
-    ``key=value`` for keys that a resumed run may change. Collective: every rank must call this.
+    checkpoint: best, last, or a step. split: None for the split on which the training evaluated.
+    overrides: ``key=value`` for keys that a resumed run may change. Collective: every rank must
+    call this.
 
     Raises:
-        ConfigError, TransientError: the checkpoint, data or overrides cannot be used, or a file cannot be written.
+        ConfigError, TransientError: the checkpoint, data or overrides cannot be used, or a file
+        cannot be written.
     """
     trained = load_model(run_dir, checkpoint, overrides)
     is_other_folder = any(word.startswith("data.root=") for word in overrides)
-    opened = prepare(lambda: open_split(trained, split, is_other_folder=is_other_folder), environment)
+    opened = prepare(
+        lambda: open_split(trained, split, is_other_folder=is_other_folder), environment
+    )
     with ExitStack() as stack:
         world = stack.enter_context(process_group(environment, **trained.config.process_group))
         named = opened(world)
-        what = {"step": trained.step, "images": named.fingerprint, **flatten_keys(to_builtins(trained.config))}
+        what = {
+            "step": trained.step,
+            "images": named.fingerprint,
+            **flatten_keys(to_builtins(trained.config)),
+        }
         check_same(
             "config values, checkpoint or images",
             what,
@@ -65,38 +83,65 @@ def score_run(
         )
         if named.is_changed and world.is_main:
             logger.warning(
-                "the images differ from those of the training (some were changed, added or removed), and are scored as "
-                "they are now: to score the same images as then, restore them or set data.root"
+                "the images differ from those of the training (some were changed, added or"
+                " removed), and are scored as they are now: to score the same images as then,"
+                " restore them or set data.root"
             )
         set_torch_switches(world, compile_model=False, deterministic=trained.config.deterministic)
         return score(trained, named, world)
 
 
 def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
-    """Score a model. Rank 0 writes evaluation/ in the run directory and returns scores, others get None. Collective."""
-    config, preprocessing = trained.config, trained.preprocessing
+    """Score a model. Rank 0 writes evaluation/ in the run directory and returns scores, others get
+    None. Collective.
+    """
+    config = trained.config
+    preprocessing = trained.preprocessing
     bad_samples: list[tuple[str, str]] = []
     channels, height, width = preprocessing.image_shape
     reader = build_reader(
-        split.images, config.data, image_shape=(channels, height, width), num_classes=len(trained.class_names),
-        world=world, bad=bad_samples,
-    )  # fmt: skip
+        split.images,
+        config.data,
+        image_shape=(channels, height, width),
+        num_classes=len(trained.class_names),
+        world=world,
+        bad=bad_samples,
+    )
     layout = memory_format(config.channels_last)
-    normalize = Normalize(preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout)
+    normalize = Normalize(
+        preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout
+    )
     loader = EvaluationLoader(reader, normalize, world, batch_size=config.eval_batch_size)
     model = trained.model.to(world.device).to(memory_format=layout)
     began = time.perf_counter()
     rows = evaluate(model, loader, world.device, AUTOCAST.get(config.precision)).gather(world)
     seconds = time.perf_counter() - began
-    BadSamples(bad_samples, world, on_bad_image=config.data.on_bad_image, run_dir=trained.run_dir).gather()
+    BadSamples(
+        bad_samples, world, on_bad_image=config.data.on_bad_image, run_dir=trained.run_dir
+    ).gather()
     scores = Scores(rows, trained.class_names)
     folder = trained.run_dir / FOLDER / f"{trained.checkpoint}-{split.name}"
-    about: dict[str, Any] = {"checkpoint": trained.checkpoint, "split": split.name, "data": config.data.description}
+    about: dict[str, Any] = {
+        "checkpoint": trained.checkpoint,
+        "split": split.name,
+        "data": config.data.description,
+    }
     about |= {"step": trained.step, "epoch": trained.epoch}
-    paths, read = partial(sample_name, split.images), partial(read_images, reader)
+    paths = partial(sample_name, split.images)
+    read = partial(read_images, reader)
     world.raise_on_any_rank(
-        lambda: write_evaluation(folder, scores, about, paths=paths, read=read) if world.is_main else None
+        lambda: (
+            write_evaluation(folder, scores, about, paths=paths, read=read)
+            if world.is_main
+            else None
+        )
     )
     if not world.is_main:
         return None
-    return Scored(trained=trained, split=split, scores=scores, images_per_second=len(rows) / seconds, folder=folder)
+    return Scored(
+        trained=trained,
+        split=split,
+        scores=scores,
+        images_per_second=len(rows) / seconds,
+        folder=folder,
+    )

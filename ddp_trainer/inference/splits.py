@@ -1,4 +1,6 @@
-"""The images on which a trained model is scored: a split of its own data set, or another folder of images."""
+"""The images on which a trained model is scored: a split of its own data set, or another folder of
+images.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -26,35 +28,44 @@ class NamedSplit:
     """Whether the data set has changed since the training."""
 
 
-def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False) -> NamedSplit:
-    """Return the split `name` of the run's data set; name None: the split on which the training evaluated.
+def open_split(
+    trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False
+) -> NamedSplit:
+    """Return the split `name` of the run's data set; name None: the split on which the training
+    evaluated.
 
-    is_other_folder: the user has set data.root; if it is a folder of images (data=imagefolder), name=test is its
-    subfolder test, valid, validation or val, or else data.root itself, with one subfolder per class.
+    is_other_folder: the user has set data.root; if it is a folder of images (data=imagefolder),
+    name=test is its subfolder test, valid, validation or val, or else data.root itself, with one
+    subfolder per class.
 
     Raises:
-        ConfigError: there is no such split, or its classes or the shape of its images are not those of the model.
+        ConfigError: there is no such split, or its classes or the shape of its images are not those
+        of the model.
     """
     config = trained.config.data
     name = name or SplitName[config.eval_split]
     require(
         name is not SplitName.validation or config.validation_fraction > 0,
-        f"split=validation does not exist: {trained.run_dir} held out no images; choose test or train",
+        f"split=validation does not exist: {trained.run_dir} held out no images; choose test or"
+        " train",
     )
     if is_other_folder and isinstance(config, ImageFolderConfig) and name is SplitName.test:
         images = open_folder(config, trained.class_names)
         return NamedSplit(name.name, images, images.fingerprint())
     needed = replace(config, validation_fraction=0.0) if name is SplitName.test else config
     datasets = build_datasets(needed)
-    known, found, shape = trained.class_names, list(datasets.class_names), tuple(trained.preprocessing.image_shape)
+    known = trained.class_names
+    found = list(datasets.class_names)
+    shape = tuple(trained.preprocessing.image_shape)
     require(
         found == known,
-        f"data={config.name} has other classes than the model: {', '.join(found[:5])} … in place of "
-        f"{', '.join(known[:5])} …",
+        f"data={config.name} has other classes than the model: {', '.join(found[:5])} … in place of"
+        f" {', '.join(known[:5])} …",
     )
     require(
         datasets.image_shape == shape,
-        f"data={config.name} has images of the shape {datasets.image_shape} and the model expects {shape}",
+        f"data={config.name} has images of the shape {datasets.image_shape} and the model expects"
+        f" {shape}",
     )
     is_changed = needed == config and datasets.fingerprint != trained.data_fingerprint
     images = datasets.train if name is SplitName.train else datasets.eval
@@ -62,7 +73,9 @@ def open_split(trained: TrainedModel, name: SplitName | None = None, *, is_other
 
 
 def example_images(trained: TrainedModel, count: int) -> Tensor:
-    """Return up to `count` evenly spaced images of the split for evaluation in training: uint8 [N, C, H, W]."""
+    """Return up to `count` evenly spaced images of the split for evaluation in training: uint8 [N,
+    C, H, W].
+    """
     channels, height, width = trained.preprocessing.image_shape
     if not count:
         return torch.empty(0, channels, height, width, dtype=torch.uint8)
@@ -72,7 +85,9 @@ def example_images(trained: TrainedModel, count: int) -> Tensor:
     if isinstance(images, ImageTensors):
         return images.images[ids]
     reader = SampleReader(
-        images, image_shape=(channels, height, width), num_classes=len(trained.class_names),
+        images,
+        image_shape=(channels, height, width),
+        num_classes=len(trained.class_names),
         num_workers=num_readers(trained.config.data.num_workers, local_world_size=1),
-    )  # fmt: skip
+    )
     return torch.cat([pixels[labels != NO_LABEL] for pixels, labels in reader.read(ids.split(64))])

@@ -1,9 +1,11 @@
-"""torchrun with two exit codes: ``python -m ddp_trainer.launch.agent [torchrun's options] -m ddp_trainer …``.
+"""torchrun with two exit codes: ``python -m ddp_trainer.launch.agent [torchrun's options] -m
+ddp_trainer …``.
 
-It exits with 2 if the rank that failed first has exited with 2 (the user's input is wrong, and the rank has printed the
-error), and with 1 for any other failure, as torchrun always does. It adds ``--rdzv-backend=bound``: torchrun's static
-rendezvous, with a store that listens on one address. The stores of ``--rdzv-backend=static``, ``c10d`` and
-``--standalone`` listen on all network interfaces; those of the last two also execute pickles from any client.
+It exits with 2 if the rank that failed first has exited with 2 (the user's input is wrong, and the
+rank has printed the error), and with 1 for any other failure, as torchrun always does. It adds
+``--rdzv-backend=bound``: torchrun's static rendezvous, with a store that listens on one address.
+The stores of ``--rdzv-backend=static``, ``c10d`` and ``--standalone`` listen on all network
+interfaces; those of the last two also execute pickles from any client.
 """
 
 import logging
@@ -14,7 +16,11 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import main as torchrun
@@ -23,18 +29,24 @@ from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.launch.network import address_of, listen
 
 QUIET = ("multiprocessing.api", "agent.server.api")
-"""Loggers that are silenced, because they only repeat that a rank has failed or that node 0 has ended."""
+"""Loggers that are silenced, because they only repeat that a rank has failed or that node 0 has
+ended.
+"""
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """The rendezvous for ``--rdzv-backend=bound --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=R,timeout=SECONDS``.
+    """The rendezvous for ``--rdzv-backend=bound --rdzv-endpoint=ADDRESS:PORT
+    --rdzv-conf=rank=R,timeout=SECONDS``.
 
-    On node 0 its store listens on ADDRESS only. In a job of one node PORT may be 0: the system picks a free port.
+    On node 0 its store listens on ADDRESS only. In a job of one node PORT may be 0: the system
+    picks a free port.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
-        rank, timeout = int(parameters.get("rank", 0)), int(parameters.get("timeout"))  # torchrun sets 900 by default
+        # torchrun sets 900 by default
+        rank = int(parameters.get("rank", 0))
+        timeout = int(parameters.get("timeout"))
         super().__init__(address, port, rank, parameters.max_nodes, parameters.run_id, timeout)
 
     def get_backend(self) -> str:
@@ -46,36 +58,53 @@ class BoundRendezvous(StaticTCPRendezvous):
                 server = listen(address_of(self.master_addr), self.master_port)
             except OSError as error:
                 sys.exit(
-                    f"error: torchrun's store cannot listen on {self.master_addr}:{self.master_port} "
-                    f"({os.strerror(error.errno or 0)}): choose another port, or end the program that uses it"
+                    "error: torchrun's store cannot listen on"
+                    f" {self.master_addr}:{self.master_port} ({os.strerror(error.errno or 0)}):"
+                    " choose another port, or end the program that uses it"
                 )
             self.master_port = server.getsockname()[1]
             self._store = TCPStore(
-                self.master_addr, self.master_port, self.world_size, is_master=True, timeout=self.timeout,
-                multi_tenant=True, master_listen_fd=server.detach(),
-            )  # fmt: skip
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=True,
+                timeout=self.timeout,
+                multi_tenant=True,
+                master_listen_fd=server.detach(),
+            )
         return super().next_rendezvous()
 
 
 def root_cause(rank: int, failure: ProcessFailure) -> str:
-    """Return a line that says why `rank` failed. It begins with "error: " unless the rank has printed its error."""
+    """Return a line that says why `rank` failed. It begins with "error: " unless the rank has
+    printed its error.
+    """
     message: Any = failure.message
     if isinstance(message, dict):  # the content of the rank's error file
         lines = message["extraInfo"]["py_callstack"].splitlines()
         if lines[0].startswith("Traceback"):
             return f"error: {lines[-1]}"
-        return f"error: {': '.join(line for line in lines[:2] if not line.startswith('last good checkpoint'))}"
+        return (
+            "error:"
+            f" {': '.join(one for one in lines[:2] if not one.startswith('last good checkpoint'))}"
+        )
     if failure.exitcode < 0:
         return f"error: rank {rank} was ended by a signal ({message})"
-    return f"rank {rank} exited with code {failure.exitcode}; see the error that it, or a rank of another node, printed"
+    return (
+        f"rank {rank} exited with code {failure.exitcode}; see the error that it, or a rank of"
+        " another node, printed"
+    )
 
 
 def main() -> None:
-    """Run torchrun; exit with 2 if the rank that failed first has exited with 2, with 1 after any other failure."""
+    """Run torchrun; exit with 2 if the rank that failed first has exited with 2, with 1 after any
+    other failure.
+    """
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", BoundRendezvous)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # so that training continues when the terminal is closed
+    # so that training continues when the terminal is closed
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         torchrun(["--signals-to-handle=SIGTERM,SIGINT,SIGQUIT", *sys.argv[1:]])
     except ChildFailedError as error:
@@ -86,7 +115,10 @@ def main() -> None:
             print(error, file=sys.stderr)
         sys.exit(root_cause(rank, failure))
     except DistError as error:
-        sys.exit(f"error: torchrun's store on node 0 does not answer, see node 0: {str(error).splitlines()[0]}")
+        sys.exit(
+            "error: torchrun's store on node 0 does not answer, see node 0:"
+            f" {str(error).splitlines()[0]}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Host names and routes on this host, ports to listen at, and connections with a timeout. Imports no torch."""
+"""Host names and routes on this host, ports to listen at, and connections with a timeout. Imports
+no torch.
+"""
 
 import asyncio
 import socket
@@ -11,13 +13,16 @@ from ddp_trainer.config.errors import ConfigError, TransientError
 
 T = TypeVar("T")
 ANSWER_SECONDS = 4.0
-"""Seconds in which a host must answer. The kernel needs 3 s to report that no host has an address."""
+"""Seconds in which a host must answer. The kernel needs 3 s to report that no host has an address.
+"""
 MAX_BYTES = 2**16
 """Maximum bytes of a line that is received on a connection."""
 
 
 def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
-    """Call ``function()`` in a daemon thread and return its result; TimeoutError after `timeout` seconds."""
+    """Call ``function()`` in a daemon thread and return its result; TimeoutError after `timeout`
+    seconds.
+    """
     future: Future[T] = Future()
 
     def call() -> None:
@@ -31,32 +36,44 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
 
 
 def address_of(name: str) -> str:
-    """Return the address of the host `name`, preferably IPv4; OSError or UnicodeError if `name` does not resolve."""
+    """Return the address of the host `name`, preferably IPv4; OSError or UnicodeError if `name`
+    does not resolve.
+    """
     answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
 
 
 def resolve(name: str, *, timeout: float) -> str:
-    """Return the address of the host `name`; ConfigError if it is unknown, TransientError if no name server answers."""
+    """Return the address of the host `name`; ConfigError if it is unknown, TransientError if no
+    name server answers.
+    """
     try:
         return call_with_timeout(lambda: address_of(name), timeout)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
-        is_silent = isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN
+    except (
+        OSError,
+        UnicodeError,
+    ) as error:  # UnicodeError: a label of the name is empty or too long
+        is_silent = (
+            isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN
+        )
         cause = "the name server does not answer" if is_silent else "unknown name"
     raise (TransientError if is_silent else ConfigError)(
-        f"head {name!r} does not resolve on this host ({cause}): give its address, or a name that every node knows"
+        f"head {name!r} does not resolve on this host ({cause}): give its address, or a name that"
+        " every node knows"
     )
 
 
 def address_towards(address: str) -> str:
-    """Return this host's own address on the route to `address`; TransientError if it has no route to `address`."""
+    """Return this host's own address on the route to `address`; TransientError if it has no route
+    to `address`.
+    """
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing: the kernel only looks up the route
         except OSError as error:
             raise TransientError(
-                f"this host has no route to the head's address {address} ({error.strerror}): check that "
-                "both are in the same network (ip route shows the routes)"
+                f"this host has no route to the head's address {address} ({error.strerror}): check"
+                " that both are in the same network (ip route shows the routes)"
             ) from None
         return probe.getsockname()[0]
 
@@ -67,19 +84,23 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect, and return the streams to read and write; OSError if this fails or exceeds `ANSWER_SECONDS`."""
+    """Connect, and return the streams to read and write; OSError if this fails or exceeds
+    `ANSWER_SECONDS`.
+    """
     async with asyncio.timeout(ANSWER_SECONDS):
         return await asyncio.open_connection(address, port, limit=MAX_BYTES)
 
 
 async def check_port(address: str, port: int, failure: str) -> None:
-    """Raise TransientError, whose text begins with `failure`, if this host cannot connect to `port` at `address`."""
+    """Raise TransientError, whose text begins with `failure`, if this host cannot connect to `port`
+    at `address`.
+    """
     try:
         (await connect(address, port))[1].close()
     except OSError:
         raise TransientError(
-            f"{failure} at {address}:{port}, and ranks connect to each other on ports that the system chooses: open "
-            "all ports in the firewalls between the nodes"
+            f"{failure} at {address}:{port}, and ranks connect to each other on ports that the"
+            " system chooses: open all ports in the firewalls between the nodes"
         ) from None
 
 

@@ -1,1 +1,3 @@
-"""The records of a run, which rank 0 writes: the console, train.log, and the loggers, which share a base class."""
+"""The records of a run, which rank 0 writes: the console, train.log, and the loggers, which share a
+base class.
+"""

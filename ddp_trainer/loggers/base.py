@@ -16,23 +16,36 @@ logger = logging.getLogger(__name__)
 
 Value = float | str
 
-CLOSE_SECONDS, FAILURE_CLOSE_SECONDS = 60.0, 5.0
-"""How long the end of a run waits for a logger that has a thread; the second number applies after an exception."""
+CLOSE_SECONDS = 60.0
+FAILURE_CLOSE_SECONDS = 5.0
+"""How long the end of a run waits for a logger that has a thread; the second number applies after
+an exception.
+"""
 MAX_PENDING_CALLS = 10_000
-"""The largest number of calls that wait for a logger's thread. When so many wait, new calls are dropped."""
+"""The largest number of calls that wait for a logger's thread. When so many wait, new calls are
+dropped.
+"""
 
 
 class Logger:
-    """Records a run. A subclass overrides the methods that it needs; the methods of this base class do nothing."""
+    """Records a run. A subclass overrides the methods that it needs; the methods of this base class
+    do nothing.
+    """
 
     in_background: ClassVar[bool] = False
-    """Whether another thread calls the methods, so that a server that is slow or does not answer delays no step."""
+    """Whether another thread calls the methods, so that a server that is slow or does not answer
+    delays no step.
+    """
 
     def start(self, step: int) -> None:
-        """Prepare to record the steps after optimizer step `step`; delete an earlier launch's records of them."""
+        """Prepare to record the steps after optimizer step `step`; delete an earlier launch's
+        records of them.
+        """
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        """Record `values` by tag at optimizer step `step`. One of the tags is ``epoch``; some values are text."""
+        """Record `values` by tag at optimizer step `step`. One of the tags is ``epoch``; some
+        values are text.
+        """
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Record a picture; `png` is the content of a PNG file."""
@@ -41,33 +54,48 @@ class Logger:
         """Record a text in Markdown."""
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Record the final `results` together with the `config` (flat, by dotted key) of the run."""
+        """Record the final `results` together with the `config` (flat, by dotted key) of
+        the run.
+        """
 
     def close(self) -> None:
         """Write the pending records and close files."""
 
 
 class LoggerCalls:
-    """Calls the methods of one logger. Of consecutive exceptions, only the first is logged, as a warning."""
+    """Calls the methods of one logger. Of consecutive exceptions, only the first is logged, as a
+    warning.
+    """
 
     def __init__(self, name: str, wrapped: Logger) -> None:
-        self.name, self.wrapped, self.is_failing = name, wrapped, False
+        self.name = name
+        self.wrapped = wrapped
+        self.is_failing = False
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method. Log any exception as a warning, but raise a KeyboardInterrupt of the main thread again."""
+        """Call a method. Log any exception as a warning, but raise a KeyboardInterrupt of the main
+        thread again.
+        """
         try:
             getattr(self.wrapped, method)(*arguments)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            if (
+                isinstance(error, KeyboardInterrupt)
+                and threading.current_thread() is threading.main_thread()
+            ):
                 raise
             self.report_failure(f"{type(error).__name__}: {error}")
         else:
             self.is_failing = False
 
     def report_failure(self, reason: str) -> None:
-        """Log a warning with `reason`, unless the previous call of a method of the logger failed too."""
+        """Log a warning with `reason`, unless the previous call of a method of the logger failed
+        too.
+        """
         if not self.is_failing:
-            logger.warning("logger=%s failed (%s); training continues", self.name, " ".join(reason.split()))
+            logger.warning(
+                "logger=%s failed (%s); training continues", self.name, " ".join(reason.split())
+            )
         self.is_failing = True
 
     def close(self, seconds: float) -> None:
@@ -76,7 +104,9 @@ class LoggerCalls:
 
 
 class BackgroundCalls(LoggerCalls):
-    """Calls the methods of one logger in a thread, in the order of the calls; `call` returns at once."""
+    """Calls the methods of one logger in a thread, in the order of the calls; `call` returns at
+    once.
+    """
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         super().__init__(name, wrapped)
@@ -94,7 +124,9 @@ class BackgroundCalls(LoggerCalls):
         try:
             self.pending.put_nowait((method, *arguments))
         except queue.Full:
-            self.report_failure(f"{MAX_PENDING_CALLS:,} records wait to be sent, new ones are dropped")
+            self.report_failure(
+                f"{MAX_PENDING_CALLS:,} records wait to be sent, new ones are dropped"
+            )
 
     def close(self, seconds: float) -> None:
         self.call("close")
@@ -105,15 +137,19 @@ class BackgroundCalls(LoggerCalls):
             return  # the full queue has been reported already
         if self.thread.is_alive():
             logger.warning(
-                "logger=%s did not finish within %.0f s; its last records may be missing", self.name, seconds
+                "logger=%s did not finish within %.0f s; its last records may be missing",
+                self.name,
+                seconds,
             )
 
 
 class LoggerGroup:
-    """All loggers of a run: each method calls the method of that name of every logger. A failure never ends a training.
+    """All loggers of a run: each method calls the method of that name of every logger. A failure
+    never ends a training.
 
-    Nothing is recorded before `start`. A launch does not call `start` if nothing is left to train. On ranks other
-    than 0 the group is empty. Use as a context manager: leaving it closes all loggers.
+    Nothing is recorded before `start`. A launch does not call `start` if nothing is left to train.
+    On ranks other than 0 the group is empty. Use as a context manager: leaving it closes all
+    loggers.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
@@ -151,13 +187,20 @@ class LoggerGroup:
 
 def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> LoggerGroup:
     """Return the loggers that `configs` choose, writing to `run_dir`."""
-    return LoggerGroup({config.name: registry.build("logger", config, run_dir, returns=Logger) for config in configs})
+    return LoggerGroup(
+        {
+            config.name: registry.build("logger", config, run_dir, returns=Logger)
+            for config in configs
+        }
+    )
 
 
 def import_client(package: str, config: LoggerConfig) -> Any:
-    """Return the module of a logger's optional `package`; ConfigError if it is not installed or cannot be imported.
+    """Return the module of a logger's optional `package`; ConfigError if it is not installed or
+    cannot be imported.
 
-    Call this in the constructor, in the main thread: two threads that import at the same time may wait for each other.
+    Call this in the constructor, in the main thread: two threads that import at the same time may
+    wait for each other.
     """
     fix = f"pip install 'ddp_trainer[{config.name}]'"
     try:
@@ -167,6 +210,7 @@ def import_client(package: str, config: LoggerConfig) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
         broken = "" if is_missing else f", which cannot be imported ({cause})"
         raise ConfigError(f"logger={config.name} needs {package}{broken}: {fix}") from error
-    # A folder with the package's name, such as wandb/ of another program's run, is imported as a module without a file.
+    # A folder with the package's name, such as wandb/ of another program's run, is imported as a
+    # module without a file.
     require(module.__file__ is not None, f"logger={config.name} needs {package}: {fix}")
     return module

@@ -1,6 +1,8 @@
-"""``logger=csv``: metrics.csv, a table with the columns ``time``, ``step``, ``epoch`` and one for each tag.
+"""``logger=csv``: metrics.csv, a table with the columns ``time``, ``step``, ``epoch`` and one for
+each tag.
 
-The format is that of RFC 4180, with ``\\n`` at the end of a line. NaN and infinity are the texts nan and inf.
+The format is that of RFC 4180, with ``\\n`` at the end of a line. NaN and infinity are the texts
+nan and inf.
 """
 
 import csv
@@ -25,7 +27,9 @@ Row = Mapping[str, object]
 
 
 class CsvLogger(Logger):
-    """Appends a row to metrics.csv. A record with a new tag replaces the file by one with an additional column."""
+    """Appends a row to metrics.csv. A record with a new tag replaces the file by one with an
+    additional column.
+    """
 
     def __init__(self, config: CsvConfig, run_dir: Path) -> None:
         self.path = run_dir / "metrics.csv"
@@ -38,7 +42,9 @@ class CsvLogger(Logger):
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
         self.pending = [*self.pending[-MAX_PENDING:], {"time": time.time(), "step": step, **values}]
-        has_columns = self.path.exists() and all(set(row) <= set(self.columns) for row in self.pending)
+        has_columns = self.path.exists() and all(
+            set(row) <= set(self.columns) for row in self.pending
+        )
         if has_columns:
             append(to_text(self.columns, self.pending), self.path)
         else:
@@ -46,12 +52,18 @@ class CsvLogger(Logger):
         self.pending = []
 
     def replace(self, new_rows: Sequence[Row], *, last_step: int | None = None) -> None:
-        """Write the file again: its undamaged rows up to `last_step` (None: all), then `new_rows`, with all columns."""
+        """Write the file again: its undamaged rows up to `last_step` (None: all), then `new_rows`,
+        with all columns.
+        """
         columns, rows = read_rows(self.path) if self.path.exists() else ([], [])
         if not columns and self.path.exists() and self.path.stat().st_size > 0:
             damaged = self.path.with_name("metrics.csv.damaged")
             os.replace(self.path, damaged)
-            logger.warning("%s had no header with time, step and epoch: renamed it to %s", self.path, damaged.name)
+            logger.warning(
+                "%s had no header with time, step and epoch: renamed it to %s",
+                self.path,
+                damaged.name,
+            )
         kept = [row for row in rows if last_step is None or int(row["step"]) <= last_step]
         tags = (tag for row in new_rows for tag in row)
         columns = list(dict.fromkeys([*(columns or FIRST_COLUMNS), *tags]))
@@ -68,7 +80,9 @@ def to_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns of metrics.csv, and each undamaged row as a dict; two empty lists if the header is damaged."""
+    """Return the columns of metrics.csv, and each undamaged row as a dict; two empty lists if the
+    header is damaged.
+    """
     whole_lines = path.read_bytes().decode("utf-8-sig", errors="replace").rpartition("\n")[0]
     reader = csv.reader(io.StringIO(whole_lines, newline=""), strict=True)
     columns: list[str] = []

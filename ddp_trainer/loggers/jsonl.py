@@ -1,4 +1,6 @@
-"""``logger=jsonl``: metrics.jsonl, one JSON object a line with ``time``, ``step``, ``epoch`` and the tags as keys."""
+"""``logger=jsonl``: metrics.jsonl, one JSON object a line with ``time``, ``step``, ``epoch`` and
+the tags as keys.
+"""
 
 import json
 import math
@@ -11,7 +13,9 @@ from ddp_trainer.distributed.files import read_records, replace_text
 from ddp_trainer.loggers.base import Logger, Value
 
 MAX_PENDING = 10_000
-"""How many records stay in memory while the disk is full; they are written when there is space again."""
+"""How many records stay in memory while the disk is full; they are written when there is space
+again.
+"""
 
 
 class JsonlLogger(Logger):
@@ -27,7 +31,10 @@ class JsonlLogger(Logger):
             replace_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        plain = {tag: v if isinstance(v, str) or math.isfinite(v) else str(v) for tag, v in values.items()}
+        plain = {
+            tag: v if isinstance(v, str) or math.isfinite(v) else str(v)
+            for tag, v in values.items()
+        }
         record = {"time": time.time(), "step": step, **plain}
         self.pending = [*self.pending[-MAX_PENDING:], json.dumps(record) + "\n"]
         append("".join(self.pending), self.path)

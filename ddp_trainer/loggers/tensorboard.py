@@ -1,4 +1,6 @@
-"""``logger=tensorboard``: scalars, texts, pictures and hyperparameters as TensorBoard's event files."""
+"""``logger=tensorboard``: scalars, texts, pictures and hyperparameters as TensorBoard's event
+files.
+"""
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Logger):
-    """Writes to ``tensorboard/`` in the run directory. After a failed write, as on a full disk, begins a new file."""
+    """Writes to ``tensorboard/`` in the run directory. After a failed write, as on a full disk,
+    begins a new file.
+    """
 
     def __init__(self, config: TensorBoardConfig, run_dir: Path) -> None:
         self.folder = run_dir / "tensorboard"
@@ -21,13 +25,16 @@ class TensorBoardLogger(Logger):
         self.writer: SummaryWriter | None = None
 
     def start(self, step: int) -> None:
-        # Also at step 0, because a launch that was killed before its first checkpoint may have left records.
+        # Also at step 0, because a launch that was killed before its first checkpoint may have left
+        # records.
         self.purge_step = step + 1
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
         for tag, value in values.items():
             if not isinstance(value, str):
-                self._write(lambda writer, tag=tag, value=value: writer.add_scalar(tag, value, step))
+                self._write(
+                    lambda writer, tag=tag, value=value: writer.add_scalar(tag, value, step)
+                )
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         from PIL import Image
@@ -43,7 +50,10 @@ class TensorBoardLogger(Logger):
         self._write(lambda writer: writer.add_text(tag, text, step))
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        plain = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in config.items()}
+        plain = {
+            key: v if isinstance(v, bool | int | float | str) else str(v)
+            for key, v in config.items()
+        }
         self._write(lambda writer: writer.add_hparams(plain, dict(results), run_name="."))
 
     def close(self) -> None:
@@ -51,7 +61,10 @@ class TensorBoardLogger(Logger):
             self.writer.close()
 
     def _write(self, add: "Callable[[SummaryWriter], None]") -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only rank 0 needs it
+        # slow to import, and only rank 0 needs it
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )
 
         if self.writer is None:
             self.writer = SummaryWriter(self.folder, purge_step=self.purge_step)

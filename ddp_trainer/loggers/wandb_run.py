@@ -45,17 +45,20 @@ MAX_BEGINS = 4
 
 
 class WandbLogger(Logger):
-    """Records all launches in one run of wandb. The x axis is the metric ``step``, the optimizer step.
+    """Records all launches in one run of wandb. The x axis is the metric ``step``, the optimizer
+    step.
 
-    If a launch resumes from an earlier step, the steps that it repeats have two records each. Without a login, or if
-    the server does not answer, the launch is recorded offline, for ``wandb sync``.
+    If a launch resumes from an earlier step, the steps that it repeats have two records each.
+    Without a login, or if the server does not answer, the launch is recorded offline, for ``wandb
+    sync``.
     """
 
     in_background = True
 
     def __init__(self, config: WandbConfig, run_dir: Path) -> None:
         self.wandb = import_client("wandb", config)
-        self.config, self.run_dir = config, run_dir
+        self.config = config
+        self.run_dir = run_dir
         self.mode = None if config.mode is WandbMode.auto else config.mode.name
         self.run: wandb.Run | None = None
         self.num_begins = 0
@@ -77,7 +80,8 @@ class WandbLogger(Logger):
         run.summary.update(dict(results))
 
     def close(self) -> None:
-        run, self.run = self.run, None
+        run = self.run
+        self.run = None
         try:
             if run is not None:
                 run.finish()
@@ -85,7 +89,9 @@ class WandbLogger(Logger):
             self.end_service()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Add a row to the history. If this fails, the row is lost, and the next call continues the run."""
+        """Add a row to the history. If this fails, the row is lost, and the next call continues the
+        run.
+        """
         run = self.run or self.begin()
         try:
             run.log({**values, "step": step})
@@ -95,7 +101,9 @@ class WandbLogger(Logger):
             raise
 
     def begin(self) -> "wandb.Run":
-        """Begin or continue the run, offline if this fails online. Record the config, and return the run."""
+        """Begin or continue the run, offline if this fails online. Record the config, and return
+        the run.
+        """
         self.num_begins += 1
         if self.num_begins > MAX_BEGINS:
             raise RuntimeError(f"its run could not be recorded in {MAX_BEGINS} attempts")
@@ -104,10 +112,15 @@ class WandbLogger(Logger):
         except Exception as error:
             if self.mode == "offline":
                 raise
-            self.end_service()  # because the service process does not accept the run's id a second time
+            # because the service process does not accept the run's id a second time
+            self.end_service()
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             path = self.run_dir / "wandb"
-            logger.warning("logger=wandb records offline (%s); upload with: wandb sync %s/offline-run-*", reason, path)
+            logger.warning(
+                "logger=wandb records offline (%s); upload with: wandb sync %s/offline-run-*",
+                reason,
+                path,
+            )
             self.mode = "offline"
             self.run = self.init()
         self.run.define_metric("step", hidden=True)
@@ -117,11 +130,18 @@ class WandbLogger(Logger):
         return self.run
 
     def init(self) -> "wandb.Run":
-        """Begin or continue the run, and return it. If `mode` is None, the user's own setting of wandb is used."""
+        """Begin or continue the run, and return it. If `mode` is None, the user's own setting of
+        wandb is used.
+        """
         known = self.wandb.Settings.model_fields
-        settings = self.wandb.Settings(**{name: value for name, value in SETTINGS.items() if name in known})
-        # Before init, because only global settings keep wandb from asking for a login and from sending telemetry.
-        self.wandb.setup(self.wandb.Settings(silent=True, **({"mode": self.mode} if self.mode else {})))
+        settings = self.wandb.Settings(
+            **{name: value for name, value in SETTINGS.items() if name in known}
+        )
+        # Before init, because only global settings keep wandb from asking for a login and from
+        # sending telemetry.
+        self.wandb.setup(
+            self.wandb.Settings(silent=True, **({"mode": self.mode} if self.mode else {}))
+        )
         return self.wandb.init(
             project=self.config.project,
             entity=self.config.entity,
@@ -147,6 +167,8 @@ class WandbLogger(Logger):
         return run_id
 
     def end_service(self) -> None:
-        """End the process that writes and sends the records, unless the user's program has its own run of wandb."""
+        """End the process that writes and sends the records, unless the user's program has its own
+        run of wandb.
+        """
         if self.wandb.run is None:
             self.wandb.teardown()

@@ -7,13 +7,19 @@ from ddp_trainer.config.models import ModelConfig
 from ddp_trainer.models.fine_tuning import freeze, load_weights
 
 
-def build_model(config: ModelConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """Return the model that `config` chooses for images of ``image_shape = (channels, height, width)``.
+def build_model(
+    config: ModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
+) -> nn.Module:
+    """Return the model that `config` chooses for images of ``image_shape = (channels, height,
+    width)``.
 
-    Its parameters are drawn from torch's global generator, which must have the same seed on all ranks. Raises
-    ConfigError if the model does not take such images, or the file of its weights does not match it.
+    Its parameters are drawn from torch's global generator, which must have the same seed on all
+    ranks. Raises ConfigError if the model does not take such images, or the file of its weights
+    does not match it.
     """
-    model = registry.build("model", config, image_shape=image_shape, num_classes=num_classes, returns=nn.Module)
+    model = registry.build(
+        "model", config, image_shape=image_shape, num_classes=num_classes, returns=nn.Module
+    )
     if config.weights is not None:
         load_weights(model, config.weights, num_classes=num_classes)
     freeze(model, config.freeze, num_classes=num_classes)

@@ -1,4 +1,6 @@
-"""The exponential moving average of a model's weights: evaluated in place of the weights, and saved with them."""
+"""The exponential moving average of a model's weights: evaluated in place of the weights, and saved
+with them.
+"""
 
 import copy
 
@@ -10,17 +12,21 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class AveragedWeights:
     """A copy of a model whose parameters and BatchNorm statistics are averages over the steps.
 
-    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992; torch's `AveragedModel` is
-    not used, because it reads a counter from the device in each step.
+    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992;
+    torch's `AveragedModel` is not used, because it reads a counter from the device in each step.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """decay: the share of the old average in the new one, in (0, 1)."""
         self.module = copy.deepcopy(model).requires_grad_(False)
         self.average = get_ema_multi_avg_fn(decay)
-        pairs = list(zip(self.module.state_dict().values(), model.state_dict().values(), strict=True))
+        pairs = list(
+            zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
+        )
         self.pairs = [(average, value) for average, value in pairs if value.is_floating_point()]
-        self.counters = [(average, value) for average, value in pairs if not value.is_floating_point()]
+        self.counters = [
+            (average, value) for average, value in pairs if not value.is_floating_point()
+        ]
 
     @torch.no_grad()
     def update(self) -> None:

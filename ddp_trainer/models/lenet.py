@@ -7,19 +7,23 @@ from ddp_trainer.config.models import LeNetConfig, LeNetInit
 
 
 class LeNet(nn.Sequential):
-    """Two convolutions and two linear layers, for images of at least 8×8 pixels; ConfigError for smaller images.
+    """Two convolutions and two linear layers, for images of at least 8×8 pixels; ConfigError for
+    smaller images.
 
-    Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998; the layer sizes are
-    those of Dive into Deep Learning, "Training on Multiple GPUs".
+    Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998; the layer
+    sizes are those of Dive into Deep Learning, "Training on Multiple GPUs".
     """
 
-    def __init__(self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> None:
+    def __init__(
+        self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int
+    ) -> None:
         channels, height, width = image_shape
         padding = 3 if min(height, width) < 14 else 0  # digits have 8×8 pixels
         rows, columns = (((side + 2 * padding - 2) // 2 - 4) // 2 for side in (height, width))
         require(
             rows > 0 and columns > 0,
-            f"model=lenet needs images of at least 8×8 pixels, and these have {height}×{width}: use model=resnet18",
+            f"model=lenet needs images of at least 8×8 pixels, and these have {height}×{width}: use"
+            " model=resnet18",
         )
         super().__init__(
             nn.Conv2d(channels, 20, kernel_size=3, padding=padding),

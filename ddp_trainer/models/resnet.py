@@ -9,12 +9,15 @@ SMALL = 64
 """Images with a side of fewer pixels get the small stem by default."""
 
 
-def build_resnet18(config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int) -> ResNet:
-    """Return ResNet-18, with the stem that the config chooses; auto: the small stem if a side is below `SMALL` pixels.
+def build_resnet18(
+    config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int
+) -> ResNet:
+    """Return ResNet-18, with the stem that the config chooses; auto: the small stem if a side is
+    below `SMALL` pixels.
 
-    The small stem (the first layers) does not reduce the resolution of the images. Source: He et al., Deep Residual
-    Learning for Image Recognition, 2015 (arXiv 1512.03385); the small stem is that of Dive into Deep Learning, "Concise
-    Implementation for Multiple GPUs".
+    The small stem (the first layers) does not reduce the resolution of the images. Source: He et
+    al., Deep Residual Learning for Image Recognition, 2015 (arXiv 1512.03385); the small stem is
+    that of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
     """
     in_channels, *sides = image_shape
     model = resnet18(num_classes=num_classes)

@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 
 def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError as in ``nn.Module.load_state_dict``.
+    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError as in
+    ``nn.Module.load_state_dict``.
 
-    torch keeps the versions of modules in the attribute ``_metadata`` of a state dict; files lack it. Some modules
-    reject a state dict without it (MNASNet of torchvision), so it is copied from `model`.
+    torch keeps the versions of modules in the attribute ``_metadata`` of a state dict; files lack
+    it. Some modules reject a state dict without it (MNASNet of torchvision), so it is copied from
+    `model`.
     """
     state = OrderedDict(tensors)
     state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
@@ -18,6 +20,11 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool 
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of `model` by name: the parameters themselves, not copies, and copies of the buffers."""
+    """Return the tensors of `model` by name: the parameters themselves, not copies, and copies of
+    the buffers.
+    """
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}
+    return {
+        name: value.clone() if name in buffers else value
+        for name, value in model.state_dict().items()
+    }

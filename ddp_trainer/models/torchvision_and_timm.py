@@ -1,4 +1,6 @@
-"""The classifiers of torchvision and of timm, by name, for images of the sizes and channels that they allow."""
+"""The classifiers of torchvision and of timm, by name, for images of the sizes and channels that
+they allow.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,14 +18,17 @@ WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
 def build_torchvision(
     config: TorchvisionModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return torchvision's classifier `config.arch`; ConfigError if it is unknown or does not take such images."""
+    """Return torchvision's classifier `config.arch`; ConfigError if it is unknown or does not take
+    such images.
+    """
     channels, height, width = image_shape
     check_name(config.arch, models.list_models(module=models), library="torchvision")
     options: dict[str, Any] = {}
     if config.arch.startswith("vit_"):
         require(
             height == width,
-            f"model.arch={config.arch} needs square images, not {height}×{width}: crop images or change model.arch",
+            f"model.arch={config.arch} needs square images, not {height}×{width}: crop images or"
+            " change model.arch",
         )
         options = {"image_size": height}
     elif config.arch == "maxvit_t":
@@ -40,8 +45,12 @@ def build_torchvision(
     return build_for(build, arch=config.arch, image_shape=image_shape)
 
 
-def build_timm(config: TimmModelConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """Return timm's model `config.arch`; ConfigError if it is unknown or does not take such images."""
+def build_timm(
+    config: TimmModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
+) -> nn.Module:
+    """Return timm's model `config.arch`; ConfigError if it is unknown or does not take
+    such images.
+    """
     try:
         import timm  # takes a second to import, and is an extra
     except ModuleNotFoundError as error:
@@ -60,11 +69,17 @@ def build_timm(config: TimmModelConfig, *, image_shape: tuple[int, int, int], nu
 
 def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
     """Check that `arch` is one of `names`; ConfigError with suggestions if not."""
-    require(arch in names, f"model.arch={arch} is not a model of {library}{suggestion(arch, names)}")
+    require(
+        arch in names, f"model.arch={arch} is not a model of {library}{suggestion(arch, names)}"
+    )
 
 
-def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]) -> nn.Module:
-    """Return the model that `build` returns, after a test with a black image; ConfigError if one of the two fails."""
+def build_for(
+    build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]
+) -> nn.Module:
+    """Return the model that `build` returns, after a test with a black image; ConfigError if one of
+    the two fails.
+    """
     try:
         model = build()
         with torch.no_grad():
@@ -72,16 +87,27 @@ def build_for(build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[i
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.arch={arch} does not take images of the shape {tuple(image_shape)} ({reason}): change the size of "
-            "the images (data.image_size for image files), or model.arch"
+            f"model.arch={arch} does not take images of the shape {tuple(image_shape)} ({reason}):"
+            " change the size of the images (data.image_size for image files), or model.arch"
         ) from error
     return model.train()
 
 
 def replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution of `model` by a randomly initialized one with `channels` input channels."""
-    name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
+    """Replace the first convolution of `model` by a randomly initialized one with `channels` input
+    channels.
+    """
+    name, old = next(
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
+    )
     convolution: Any = nn.Conv2d  # its annotations do not admit the values of its attributes
-    new = convolution(channels, old.out_channels, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)
+    new = convolution(
+        channels,
+        old.out_channels,
+        old.kernel_size,
+        old.stride,
+        old.padding,
+        bias=old.bias is not None,
+    )
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)

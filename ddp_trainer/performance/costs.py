@@ -1,7 +1,9 @@
-"""The calculated cost of communication: the bytes that a strategy sends, and a model of the time of its steps.
+"""The calculated cost of communication: the bytes that a strategy sends, and a model of the time of
+its steps.
 
-Source: Hockney, The Communication Challenge for MPP, 1994 (a message takes its latency plus its size divided by the
-bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for DDP's buckets and their overlap.
+Source: Hockney, The Communication Challenge for MPP, 1994 (a message takes its latency plus its
+size divided by the bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for DDP's
+buckets and their overlap.
 """
 
 import math
@@ -35,14 +37,18 @@ VARIANTS: dict[str, SyncConfig] = {
 """The configs of the strategies in the tables of benchmark and plan, by their name there."""
 
 
-def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int) -> float | None:
-    """Return how many bytes a rank sends in a step, as a mean over ranks, for float32 gradients of `shapes`.
+def sent_bytes(
+    config: SyncConfig, shapes: list[Shape], *, world_size: int, num_state_tensors: int
+) -> float | None:
+    """Return how many bytes a rank sends in a step, as a mean over ranks, for float32 gradients of
+    `shapes`.
 
-    None for a strategy from a plug-in. num_state_tensors: how many tensors of a parameter's shape the optimizer keeps
-    for each parameter: 1 for SGD with momentum, 2 for Adam.
+    None for a strategy from a plug-in. num_state_tensors: how many tensors of a parameter's shape
+    the optimizer keeps for each parameter: 1 for SGD with momentum, 2 for Adam.
 
-    Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009
-    (doi 10.1016/j.jpdc.2008.09.002): an all-reduce over W ranks sends and receives (W - 1) / W of the bytes, twice.
+    Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of
+    Workstations, 2009 (doi 10.1016/j.jpdc.2008.09.002): an all-reduce over W ranks sends and
+    receives (W - 1) / W of the bytes, twice.
     """
     size = 4.0 * sum(map(math.prod, shapes))
     match config:
@@ -52,7 +58,8 @@ def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_
             size = sum(ddp_bytes(config, shape) for shape in shapes)
         case LocalSGDConfig(every_steps=steps):
             size *= (1 + num_state_tensors) / steps
-        case AllReduceConfig() | RingConfig() | ParameterServerConfig():  # to a server: pushed, and pulled from it
+        # to a server: pushed, and pulled from it
+        case AllReduceConfig() | RingConfig() | ParameterServerConfig():
             pass
         case _:
             return None
@@ -62,8 +69,9 @@ def sent_bytes(config: SyncConfig, shapes: list[Shape], *, world_size: int, num_
 def ddp_bytes(config: DDPConfig, shape: Shape) -> float:
     """Return the number of bytes that DDP all-reduces for a float32 gradient of `shape`.
 
-    Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727): a matrix is sent as two factors. torch
-    sends factors only where they have less than half of the elements, and none in `powersgd_warmup_steps`.
+    Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727): a matrix is sent as
+    two factors. torch sends factors only where they have less than half of the elements, and none
+    in `powersgd_warmup_steps`.
     """
     match config.comm_hook:
         case CommHook.none:
@@ -71,14 +79,17 @@ def ddp_bytes(config: DDPConfig, shape: Shape) -> float:
         case CommHook.fp16 | CommHook.bf16:
             return 2.0 * math.prod(shape)
         case CommHook.powersgd:
-            rows, columns = math.prod(shape[:1]), math.prod(shape[1:])
+            rows = math.prod(shape[:1])
+            columns = math.prod(shape[1:])
             factors = (rows + columns) * min(rows, columns, config.powersgd_rank)
             return 4.0 * (factors if 2 * factors < rows * columns else rows * columns)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """The measured times of a rank that does not communicate, in seconds, for a share of `batch` images."""
+    """The measured times of a rank that does not communicate, in seconds, for a share of `batch`
+    images.
+    """
 
     batch: int
     shapes: list[Shape]
@@ -91,7 +102,9 @@ class Compute:
     ready: list[float]
     """When the gradient of each parameter is ready, counted from the beginning of forward."""
     copy: float
-    """The time to copy all gradients into one vector and back. Dividing or adding them takes a tenth: not counted."""
+    """The time to copy all gradients into one vector and back. Dividing or adding them takes a
+    tenth: not counted.
+    """
     ddp_overhead: dict[str, float]
     """By communication hook: how much longer forward and backward take inside DDP on one rank."""
 
@@ -103,7 +116,9 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """The speed of a network: times in seconds, and a rank's bandwidth in bytes per second in each direction."""
+    """The speed of a network: times in seconds, and a rank's bandwidth in bytes per second in each
+    direction.
+    """
 
     latency: float
     """The latency of one round of a collective."""
@@ -112,17 +127,21 @@ class Network:
     """The host's time for each of many collectives, in addition to the latency."""
 
     def all_reduce(self, size: float, world_size: int) -> float:
-        """Return the seconds of an all-reduce of `size` bytes around a ring of `world_size` ranks."""
+        """Return the seconds of an all-reduce of `size` bytes around a ring of
+        `world_size` ranks.
+        """
         return 2 * (world_size - 1) * (self.latency + size / world_size / self.bandwidth)
 
 
 def predict(strategy: str, compute: Compute, network: Network, world_size: int) -> dict[str, Any]:
-    """Return the predicted step of a strategy of `VARIANTS`, in seconds, with `compute.batch` images on each rank.
+    """Return the predicted step of a strategy of `VARIANTS`, in seconds, with `compute.batch`
+    images on each rank.
 
-    `exposed` is how much longer the step takes than the step of a single rank. `efficiency` is the time of a single
-    rank's step divided by the time of this step; 1 is linear scaling.
+    `exposed` is how much longer the step takes than the step of a single rank. `efficiency` is the
+    time of a single rank's step divided by the time of this step; 1 is linear scaling.
     """
-    all_reduce, num_gradients = network.all_reduce(compute.size, world_size), len(compute.shapes)
+    all_reduce = network.all_reduce(compute.size, world_size)
+    num_gradients = len(compute.shapes)
     match config := VARIANTS[strategy]:
         case _ if world_size == 1:
             exposed = 0.0
@@ -141,36 +160,48 @@ def predict(strategy: str, compute: Compute, network: Network, world_size: int) 
 
 
 def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:
-    """Return how many seconds longer a step takes with DDP than on a rank that does not communicate.
+    """Return how many seconds longer a step takes with DDP than on a rank that does not
+    communicate.
 
-    This is the time from the end of forward and backward without DDP until the last bucket has arrived, and at least
-    ``compute.ddp_overhead``. A bucket is sent when its last gradient is ready and the bucket before it has arrived.
+    This is the time from the end of forward and backward without DDP until the last bucket has
+    arrived, and at least ``compute.ddp_overhead``. A bucket is sent when its last gradient is ready
+    and the bucket before it has arrived.
     """
     overhead = compute.ddp_overhead[config.comm_hook.name]
     stretch = 1 + overhead / compute.forward_backward
     # PowerSGD sends the gradients that it does not compress, then one factor, then the other.
-    more_messages = 2 * network.all_reduce(0, world_size) if config.comm_hook is CommHook.powersgd else 0.0
+    more_messages = (
+        2 * network.all_reduce(0, world_size) if config.comm_hook is CommHook.powersgd else 0.0
+    )
     arrived = 0.0
     for size, ready in buckets(config, compute):
-        arrived = max(arrived, ready * stretch) + network.all_reduce(size, world_size) + more_messages
+        arrived = (
+            max(arrived, ready * stretch) + network.all_reduce(size, world_size) + more_messages
+        )
     return max(overhead, arrived - compute.forward_backward)
 
 
 def buckets(config: DDPConfig, compute: Compute) -> list[tuple[float, float]]:
-    """Return DDP's buckets, in sending order, as (bytes to send, seconds from the start of forward until ready)."""
+    """Return DDP's buckets, in sending order, as (bytes to send, seconds from the start of forward
+    until ready).
+    """
     result: list[tuple[float, float]] = []
-    size, sent, cap = 0.0, 0.0, config.cap_mb(compute.size) * 2**20
+    size = 0.0
+    sent = 0.0
+    cap = config.cap_mb(compute.size) * 2**20
     for ready, shape in sorted(zip(compute.ready, compute.shapes, strict=True), key=itemgetter(0)):
         size += 4.0 * math.prod(shape)
         sent += ddp_bytes(config, shape)
         if size >= cap:
             result.append((sent, ready))
-            size, sent = 0.0, 0.0
+            size = 0.0
+            sent = 0.0
     return [*result, (sent, max(compute.ready))] if size else result
 
 
 def smallest_hiding_batch(compute: Compute, network: Network, world_size: int) -> int | None:
-    """Return the smallest batch per rank whose forward and backward last as long as an all-reduce of all gradients.
+    """Return the smallest batch per rank whose forward and backward last as long as an all-reduce
+    of all gradients.
 
     None if it would be a million images or more, or if a larger batch takes no longer.
     """

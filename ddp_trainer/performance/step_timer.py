@@ -1,4 +1,6 @@
-"""The time of a training step by phase, and the time of any function, including the work that it starts on a GPU."""
+"""The time of a training step by phase, and the time of any function, including the work that it
+starts on a GPU.
+"""
 
 import statistics
 import time
@@ -27,7 +29,9 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "between steps")
 
 
 class Instant(NamedTuple):
-    """A time: the clock of the host, the CPU time of the thread, and on a GPU an event of the stream."""
+    """A time: the clock of the host, the CPU time of the thread, and on a GPU an event of the
+    stream.
+    """
 
     clock: float
     on_processor: float
@@ -35,25 +39,31 @@ class Instant(NamedTuple):
 
 
 class StepTimer:
-    """The time of a log window by phase, from the host's clock on a CPU and from events of the stream on a GPU.
+    """The time of a log window by phase, from the host's clock on a CPU and from events of the
+    stream on a GPU.
 
-    Communication is the part that does not overlap with computing. For DDP, this is the time from the last gradient to
-    the end of backward; for a strategy that communicates after backward, it is the whole time of communication.
+    Communication is the part that does not overlap with computing. For DDP, this is the time from
+    the last gradient to the end of backward; for a strategy that communicates after backward, it is
+    the whole time of communication.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
         self.is_cuda = device.type == "cuda"
         self.rates: list[float] = []
         """Images per second of each window so far, over all ranks."""
-        # The gradient of the first parameter is ready last, because backward goes from a model's end to its beginning.
-        # Frozen parameters have none.
-        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        # The gradient of the first parameter is ready last, because backward goes from a model's
+        # end to its beginning. Frozen parameters have none.
+        first = next(
+            (parameter for parameter in model.parameters() if parameter.requires_grad), None
+        )
         if first is not None:
             first.register_post_accumulate_grad_hook(self._gradients_ready)
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window. The steps of the old window are dropped: `own_times` does not return them any more."""
+        """Begin a new window. The steps of the old window are dropped: `own_times` does not return
+        them any more.
+        """
         self.steps = 0
         self.begins: list[tuple[str, Instant]] = [("between steps", self._now())]
         self.ready: Instant | None = None
@@ -75,11 +85,12 @@ class StepTimer:
             self.enter("data")
 
     def own_times(self) -> list[list[float]]:
-        """Return for each step of the window the seconds of each of `OWN_PHASES`, then the off-processor part of each.
+        """Return for each step of the window the seconds of each of `OWN_PHASES`, then the
+        off-processor part of each.
 
-        The off-processor part is the seconds in which this thread ran on no core: it waited, was stopped, or another
-        thread used the core. On a GPU this part is 0, and this call waits for the device. A step begins with its data
-        phase.
+        The off-processor part is the seconds in which this thread ran on no core: it waited, was
+        stopped, or another thread used the core. On a GPU this part is 0, and this call waits for
+        the device. A step begins with its data phase.
         """
         self.enter("control point")
         steps: list[list[float]] = []
@@ -93,16 +104,21 @@ class StepTimer:
         return steps[-self.steps :] if self.steps else []
 
     def close_window(self, images_per_step: int) -> dict[str, float]:
-        """Return the values of the window by tag, and begin the next window. On a GPU this waits for the device.
+        """Return the values of the window by tag, and begin the next window. On a GPU this waits
+        for the device.
 
         images_per_step: how many images all ranks together have in a step.
         """
         self.enter("between steps")
-        seconds, spent = elapsed(self.begins[0][1], self.begins[-1][1]), dict.fromkeys(PHASES.values(), 0.0)
+        seconds = elapsed(self.begins[0][1], self.begins[-1][1])
+        spent = dict.fromkeys(PHASES.values(), 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):
             spent[PHASES[phase]] += elapsed(start, end)
         self.rates.append(self.steps * images_per_step / seconds)
-        tags = {"throughput/images_per_second": self.rates[-1], "time/step_ms": 1e3 * seconds / self.steps}
+        tags = {
+            "throughput/images_per_second": self.rates[-1],
+            "time/step_ms": 1e3 * seconds / self.steps,
+        }
         for name, phase_seconds in spent.items():
             tags[f"time/{name}_ms"] = 1e3 * phase_seconds / self.steps
             tags[f"time/{name}_fraction"] = phase_seconds / seconds
@@ -110,7 +126,9 @@ class StepTimer:
         return tags
 
     def median_rate(self) -> float | None:
-        """Return the median over windows of the images per second of all ranks together; None before the first ends."""
+        """Return the median over windows of the images per second of all ranks together; None
+        before the first ends.
+        """
         return statistics.median(self.rates) if self.rates else None
 
     def _now(self) -> Instant:
@@ -124,7 +142,9 @@ class StepTimer:
 
 
 def elapsed(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end`; on a GPU, wait for the device and return the seconds on it."""
+    """Return the seconds from `start` to `end`; on a GPU, wait for the device and return the
+    seconds on it.
+    """
     if start.event is None or end.event is None:
         return end.clock - start.clock
     end.event.synchronize()
@@ -132,11 +152,19 @@ def elapsed(start: Instant, end: Instant) -> float:
 
 
 def off_processor(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end` in which this thread ran on no core; 0 when training on a GPU."""
-    return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor)) if start.event is None else 0.0
+    """Return the seconds from `start` to `end` in which this thread ran on no core; 0 when training
+    on a GPU.
+    """
+    return (
+        max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor))
+        if start.event is None
+        else 0.0
+    )
 
 
-def median_seconds(function: Callable[[], Any], device: torch.device, *, times: int = 15, warmup: int = 3) -> float:
+def median_seconds(
+    function: Callable[[], Any], device: torch.device, *, times: int = 15, warmup: int = 3
+) -> float:
     """Return the median seconds of `times` calls of ``function()``, after `warmup` calls."""
     seconds = []
     for _ in range(warmup + times):

@@ -1,1 +1,3 @@
-"""One self-contained HTML file about run directories: curves, step times, evaluations, configs and versions."""
+"""One self-contained HTML file about run directories: curves, step times, evaluations, configs and
+versions.
+"""

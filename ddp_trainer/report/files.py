@@ -1,4 +1,6 @@
-"""Read the files of a run directory. Any file may be missing, damaged, huge or written by a stranger."""
+"""Read the files of a run directory. Any file may be missing, damaged, huge or written by a
+stranger.
+"""
 
 import base64
 import json
@@ -34,14 +36,17 @@ class Picture(NamedTuple):
 
 
 class RunFiles:
-    """Reads files in `folder`. For a file that cannot be used, a sentence is added to the list `problems`."""
+    """Reads files in `folder`. For a file that cannot be used, a sentence is added to the list
+    `problems`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: list[str] = []
 
     def read_bytes(self, name: str, *, limit: int) -> bytes | None:
-        """Return the content of a file; None if it is missing, not a regular file, unreadable or above `limit` bytes.
+        """Return the content of a file; None if it is missing, not a regular file, unreadable or
+        above `limit` bytes.
 
         Raises:
             TransientError: the file system does not answer.
@@ -62,8 +67,11 @@ class RunFiles:
         return data
 
     def read_lines(self, name: str, *, limit: int) -> Iterator[str]:
-        """Yield the lines of a text file, `limit` bytes at most in total; no lines if the file is missing."""
-        path, size = self.folder / name, 0
+        """Yield the lines of a text file, `limit` bytes at most in total; no lines if the file is
+        missing.
+        """
+        path = self.folder / name
+        size = 0
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 return
@@ -71,7 +79,9 @@ class RunFiles:
                 while line := file.readline(MAX_LINE):
                     size += len(line)
                     if size > limit:
-                        self.problems.append(f"{name} is larger than {limit // MB} MiB: the rest was left out.")
+                        self.problems.append(
+                            f"{name} is larger than {limit // MB} MiB: the rest was left out."
+                        )
                         return
                     yield line.decode(errors="surrogateescape")
         except FileNotFoundError:
@@ -80,7 +90,8 @@ class RunFiles:
             self.unreadable(name, error)
 
     def read_records(self, name: str, *, limit: int) -> Iterator[dict[str, Any] | None]:
-        """Yield the dict in each line of a JSON Lines file; None for a line that is damaged or has no step.
+        """Yield the dict in each line of a JSON Lines file; None for a line that is damaged or has
+        no step.
 
         limit: maximum bytes that are read; later lines are left out.
         """
@@ -89,10 +100,16 @@ class RunFiles:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            yield record if isinstance(record, dict) and whole(record.get("step")) is not None else None
+            yield (
+                record
+                if isinstance(record, dict) and whole(record.get("step")) is not None
+                else None
+            )
 
     def read_object(self, name: str, kind: type) -> Any:
-        """Return the value in a JSON or YAML file, a dict or list as `kind` says; empty if missing or damaged."""
+        """Return the value in a JSON or YAML file, a dict or list as `kind` says; empty if missing
+        or damaged.
+        """
         is_yaml = name.endswith(".yaml")
         data = self.read_bytes(name, limit=MB if is_yaml else 32 * MB)
         if data is None:
@@ -107,28 +124,43 @@ class RunFiles:
         return value
 
     def read_picture(self, name: str, *, limit: int, max_side: int) -> Picture | None:
-        """Return a PNG; None if it is missing, larger than `limit` bytes or `max_side` pixels a side, or not a PNG."""
+        """Return a PNG; None if it is missing, larger than `limit` bytes or `max_side` pixels a
+        side, or not a PNG.
+        """
         data = self.read_bytes(name, limit=limit)
         if data is None:
             return None
         size = png_size(data)
         if size is None or max(size) > max_side:
-            self.problems.append(f"{text(name)} is not a PNG of at most {max_side} pixels a side and was left out.")
+            self.problems.append(
+                f"{text(name)} is not a PNG of at most {max_side} pixels a side and was left out."
+            )
             return None
         return Picture(*size, f"data:image/png;base64,{base64.b64encode(data).decode()}")
 
     def holds(self, name: str) -> bool:
-        """Return whether `name` is a relative path that stays in `folder` when symbolic links are followed."""
+        """Return whether `name` is a relative path that stays in `folder` when symbolic links are
+        followed.
+        """
         try:
-            folder, path = self.folder.resolve(), (self.folder / name).resolve()
-            return not os.path.isabs(name) and ".." not in Path(name).parts and path.is_relative_to(folder)
+            folder = self.folder.resolve()
+            path = (self.folder / name).resolve()
+            return (
+                not os.path.isabs(name)
+                and ".." not in Path(name).parts
+                and path.is_relative_to(folder)
+            )
         except (OSError, RuntimeError, ValueError):  # a loop of links, or a NUL in the name
             return False
 
     def unreadable(self, name: str, error: OSError) -> None:
-        """Add to `problems` that a file cannot be read; TransientError if a later attempt may succeed."""
+        """Add to `problems` that a file cannot be read; TransientError if a later attempt may
+        succeed.
+        """
         if error.errno not in USER_ERRORS:
-            raise TransientError(f"{self.folder / name} cannot be read: {error.strerror or error}") from error
+            raise TransientError(
+                f"{self.folder / name} cannot be read: {error.strerror or error}"
+            ) from error
         self.problems.append(f"{name} cannot be read: {error.strerror}.")
 
 
@@ -141,14 +173,18 @@ def png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def number(value: object) -> float | None:
-    """Return `value` if it is a finite number of magnitude at most 1e300; None for anything else."""
+    """Return `value` if it is a finite number of magnitude at most 1e300; None for
+    anything else.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
         return None
     return value if math.isfinite(value) else None
 
 
 def whole(value: object) -> int | None:
-    """Return `value` if it is an int from 0 to 2**53 - 1, which JavaScript holds exactly; else None."""
+    """Return `value` if it is an int from 0 to 2**53 - 1, which JavaScript holds exactly; else
+    None.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if 0 <= value < 2**53 else None

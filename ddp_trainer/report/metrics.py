@@ -1,4 +1,6 @@
-"""Read metrics.jsonl, train.log and failure.log: tables of numbers, launches, the first value that was not finite."""
+"""Read metrics.jsonl, train.log and failure.log: tables of numbers, launches, the first value that
+was not finite.
+"""
 
 import math
 import re
@@ -11,11 +13,13 @@ from typing import Any
 
 from ddp_trainer.report.files import MB, RunFiles, number, text, whole
 
-MAX_METRICS, MAX_LOG = 512 * MB, 64 * MB
+MAX_METRICS = 512 * MB
+MAX_LOG = 64 * MB
 MAX_TAGS = 200
 """Maximum number of tags of a run in the report, because a damaged file may have millions."""
 MAX_LAUNCHES = 300
-UNKNOWN_TIME, YEAR_3000 = math.nan, 3.25e10
+UNKNOWN_TIME = math.nan
+YEAR_3000 = 3.25e10
 LAUNCH = re.compile(r"INFO (\d{1,6}) × .{1,200} \(\w+\), ")
 RESUMED = re.compile(r"INFO resumed from .*, step (\d{1,15})\)")
 STEPS_PER_EPOCH = re.compile(r", (\d{1,15}) steps an epoch")
@@ -35,10 +39,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch of the training: the first one, or a later one, which resumes the run if it has a checkpoint."""
+    """A launch of the training: the first one, or a later one, which resumes the run if it has a
+    checkpoint.
+    """
 
     step: int
-    """The number of steps that were already taken when the launch began; 0: it began without a checkpoint."""
+    """The number of steps that were already taken when the launch began; 0: it began without a
+    checkpoint.
+    """
     world_size: int | None
     time: float = UNKNOWN_TIME
     """Unix seconds."""
@@ -64,14 +72,19 @@ class Metrics:
     nonfinite: NonFinite | None = None
     steps_per_epoch: int | None = None
     slowest: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """The number of records that name a straggler (a rank that slows down the others), by its rank and phase."""
+    """The number of records that name a straggler (a rank that slows down the others), by its rank
+    and phase.
+    """
 
 
 class Records:
-    """The records of metrics.jsonl, stored as columns: a value takes 16 bytes, so that large files fit into memory."""
+    """The records of metrics.jsonl, stored as columns: a value takes 16 bytes, so that large files
+    fit into memory.
+    """
 
     def __init__(self) -> None:
-        self.steps, self.times = array("q"), array("d")
+        self.steps = array("q")
+        self.times = array("d")
         self.columns: dict[str, tuple[array, array]] = {}
         """By tag: the indices of the rows that have this tag, and their values."""
         self.launches: list[Launch] = []
@@ -82,15 +95,21 @@ class Records:
         self.last_time = UNKNOWN_TIME
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record with a step: to `launches` if it marks a start or resume of the run, else as a row of values."""
-        step, time = record["step"], number(record.get("time"))
+        """Add a record with a step: to `launches` if it marks a start or resume of the run, else as
+        a row of values.
+        """
+        step = record["step"]
+        time = number(record.get("time"))
         time = UNKNOWN_TIME if time is None or not 0 < time < YEAR_3000 else float(time)
         epoch = whole(record.get("epoch"))
         if "launch/world_size" in record:
-            self.launches.append(Launch(step, whole(record["launch/world_size"]), time, self.last_time))
+            self.launches.append(
+                Launch(step, whole(record["launch/world_size"]), time, self.last_time)
+            )
             return
         self.last_time = self.last_time if math.isnan(time) else time
-        if epoch is not None:  # the last step of epoch e is (e + 1) · steps_per_epoch, and no step of it is higher
+        # the last step of epoch e is (e + 1) · steps_per_epoch, and no step of it is higher
+        if epoch is not None:
             self.steps_per_epoch = max(self.steps_per_epoch, -(-step // (epoch + 1)))
         rank = whole(record.get("straggler/rank"))
         if rank is not None:
@@ -103,7 +122,9 @@ class Records:
                 self.add_value(tag, value, row)
 
     def add_value(self, tag: str, value: object, row: int) -> None:
-        """Add a value to the column of `tag`; text and other values that are not numbers are left out."""
+        """Add a value to the column of `tag`; text and other values that are not numbers are left
+        out.
+        """
         finite = number(value)
         if finite is None and not is_nonfinite(value):
             return
@@ -117,7 +138,9 @@ class Records:
         values.append(math.nan if finite is None else finite)
 
     def tables(self) -> list[Table]:
-        """Return all values as tables; tags that occur in exactly the same records share a table."""
+        """Return all values as tables; tags that occur in exactly the same records share a
+        table.
+        """
         groups: dict[bytes, list[str]] = {}
         for tag, (rows, _) in self.columns.items():
             groups.setdefault(rows.tobytes(), []).append(tag)
@@ -135,29 +158,40 @@ class Records:
 
 
 def is_share(tag: str, record: dict[str, Any]) -> bool:
-    """Return whether `tag` (``…_fraction``) can be left out because `record` has the same phase as ``…_ms``."""
+    """Return whether `tag` (``…_fraction``) can be left out because `record` has the same phase as
+    ``…_ms``.
+    """
     return tag.endswith("_fraction") and tag.removesuffix("_fraction") + "_ms" in record
 
 
 def is_nonfinite(value: object) -> bool:
-    """Return whether a value of a record is nan or infinite, as a number or as a text such as "NaN"."""
+    """Return whether a value of a record is nan or infinite, as a number or as a text such as
+    "NaN".
+    """
     if isinstance(value, str):
         return value.lower().lstrip("+-") in ("nan", "inf", "infinity")
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def read_metrics(files: RunFiles) -> Metrics:
-    """Return the content of the three files. Damaged lines are left out and counted in `files.problems`."""
-    records, num_damaged = Records(), 0
+    """Return the content of the three files. Damaged lines are left out and counted in
+    `files.problems`.
+    """
+    records = Records()
+    num_damaged = 0
     for record in files.read_records("metrics.jsonl", limit=MAX_METRICS):
         if record is None:
             num_damaged += 1
         else:
             records.add(record)
     if num_damaged:
-        files.problems.append(f"metrics.jsonl has damaged lines, which were left out: {num_damaged:,}.")
+        files.problems.append(
+            f"metrics.jsonl has damaged lines, which were left out: {num_damaged:,}."
+        )
     if records.has_more_tags:
-        files.problems.append(f"metrics.jsonl has more than {MAX_TAGS} tags; the others were left out.")
+        files.problems.append(
+            f"metrics.jsonl has more than {MAX_TAGS} tags; the others were left out."
+        )
     log = read_log(files)
     tables = records.tables()
     launch_time = records.launches[-1].time if records.launches else UNKNOWN_TIME
@@ -184,7 +218,8 @@ def read_log(files: RunFiles) -> Metrics:
 
 
 def read_failure(files: RunFiles, *, launch_time: float) -> NonFinite | None:
-    """Return the step that was not finite, from failure.log; None if it names none, or is older than the last launch.
+    """Return the step that was not finite, from failure.log; None if it names none, or is older
+    than the last launch.
 
     launch_time: when the last launch began, in Unix seconds; nan: unknown.
     """
@@ -196,13 +231,19 @@ def read_failure(files: RunFiles, *, launch_time: float) -> NonFinite | None:
 
 
 def with_times(launches: list[Launch], tables: list[Table]) -> list[Launch]:
-    """Return `launches`, each with the times of the last record before its start and of the first record after that."""
-    moments = sorted({moment for table in tables for moment in zip(table.steps, table.times, strict=True)})
+    """Return `launches`, each with the times of the last record before its start and of the first
+    record after that.
+    """
+    moments = sorted(
+        {moment for table in tables for moment in zip(table.steps, table.times, strict=True)}
+    )
     moments = [(step, time) for step, time in moments if not math.isnan(time)]
     timed = []
     for launch in launches:
         place = bisect_right(moments, (launch.step, math.inf))
         if launch.step and 0 < place < len(moments):
-            launch = Launch(launch.step, launch.world_size, moments[place][1], moments[place - 1][1])
+            launch = Launch(
+                launch.step, launch.world_size, moments[place][1], moments[place - 1][1]
+            )
         timed.append(launch)
     return timed

@@ -1,4 +1,6 @@
-"""The files of an evaluation: metrics.json, confusion_matrix.csv and .png, mistakes.json and its pictures."""
+"""The files of an evaluation: metrics.json, confusion_matrix.csv and .png, mistakes.json and its
+pictures.
+"""
 
 import csv
 import json
@@ -19,7 +21,8 @@ from ddp_trainer.scores.results import CONFIDENCE, ID, LABEL, LOSS, PREDICTION
 from ddp_trainer.scores.scores import Scores, ids_of
 
 FOLDER = "evaluation"
-LOCK_SECONDS, BATCH = 60.0, 64
+LOCK_SECONDS = 60.0
+BATCH = 64
 
 
 def write_evaluation(
@@ -32,8 +35,9 @@ def write_evaluation(
 ) -> None:
     """Write the files of an evaluation to `folder`, all of them or none.
 
-    about: further entries of metrics.json. paths: a function of a sample's id that returns its path or its name.
-    read: a function of ids, int64 [B], that returns the images of these samples, uint8 [B, C, H, W].
+    about: further entries of metrics.json. paths: a function of a sample's id that returns its path
+    or its name. read: a function of ids, int64 [B], that returns the images of these samples, uint8
+    [B, C, H, W].
 
     Raises:
         ConfigError, TransientError: a file cannot be written; the old files are then as they were.
@@ -42,12 +46,16 @@ def write_evaluation(
         text = json.dumps(finite(about | scores.values()), indent=1)
         (new / "metrics.json").write_text(text + "\n", encoding="utf-8")
         path = new / "confusion_matrix.csv"
-        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:  # a class is any folder
+        with open(
+            path, "w", encoding="utf-8", errors="surrogateescape", newline=""
+        ) as file:  # a class is any folder
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["", *scores.class_names])
             true_classes = zip(scores.class_names, scores.confusion.tolist(), strict=True)
             writer.writerows([name, *counts] for name, counts in true_classes)
-        (new / "confusion_matrix.png").write_bytes(confusion_png(scores.confusion, scores.class_names))
+        (new / "confusion_matrix.png").write_bytes(
+            confusion_png(scores.confusion, scores.class_names)
+        )
         (new / "mistakes").mkdir()
         mistakes = []
         for rows in scores.mistakes().split(BATCH):
@@ -57,8 +65,12 @@ def write_evaluation(
         (new / "mistakes.json").write_text(json.dumps(mistakes, indent=1) + "\n", encoding="utf-8")
 
 
-def describe(row: list[float], class_names: list[str], paths: Callable[[int], str]) -> dict[str, Any]:
-    """Return the entry of mistakes.json for a sample. row: its row in the result of `SampleResults.gather`."""
+def describe(
+    row: list[float], class_names: list[str], paths: Callable[[int], str]
+) -> dict[str, Any]:
+    """Return the entry of mistakes.json for a sample. row: its row in the result of
+    `SampleResults.gather`.
+    """
     number = int(row[ID])
     return {
         "id": number,
@@ -72,7 +84,9 @@ def describe(row: list[float], class_names: list[str], paths: Callable[[int], st
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None for each nan or infinity in it, also in nested dicts and lists: JSON has neither."""
+    """Return `value` with None for each nan or infinity in it, also in nested dicts and lists: JSON
+    has neither.
+    """
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -82,14 +96,20 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` if the ``with`` block succeeds; else `folder` is left unchanged."""
+    """Yield an empty folder that replaces `folder` if the ``with`` block succeeds; else `folder` is
+    left unchanged.
+    """
     new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "old"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        holder = f"another process is writing to {folder.parent}: wait for it, and start the same command again"
+        holder = (
+            f"another process is writing to {folder.parent}: wait for it, and start the same"
+            " command again"
+        )
         with lock_file(folder.parent / ".lock", seconds=LOCK_SECONDS, holder=holder):
             try:
-                if old.exists() and not folder.exists():  # a process was killed between the two renames
+                # a process was killed between the two renames
+                if old.exists() and not folder.exists():
                     old.rename(folder)
                 for leftover in (new, old):
                     shutil.rmtree(leftover, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Scores computed from the predictions for all samples: loss, accuracy, confusion matrix, F1 per class, calibration."""
+"""Scores computed from the predictions for all samples: loss, accuracy, confusion matrix, F1 per
+class, calibration.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,13 +13,19 @@ from torch import Tensor
 from ddp_trainer.scores.results import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PREDICTION
 
 NUM_BINS = 15
-WORST, WORST_PER_PAIR, NUM_PAIRS = 100, 5, 200
-"""Number of mistakes listed whatever their classes, number listed for each frequent pair of classes, and of pairs."""
+WORST = 100
+WORST_PER_PAIR = 5
+NUM_PAIRS = 200
+"""Number of mistakes listed whatever their classes, number listed for each frequent pair of
+classes, and of pairs.
+"""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a model, computed from `rows`: float64 [N, 6], the result of `SampleResults.gather`."""
+    """The scores of a model, computed from `rows`: float64 [N, 6], the result of
+    `SampleResults.gather`.
+    """
 
     rows: Tensor
     class_names: list[str]
@@ -39,7 +47,9 @@ class Scores:
 
     @property
     def top5(self) -> float:
-        """The share of samples, in [0, 1], whose true class was among the five most probable classes."""
+        """The share of samples, in [0, 1], whose true class was among the five most probable
+        classes.
+        """
         return float(self.rows[:, IN_TOP5].mean())
 
     @cached_property
@@ -49,15 +59,23 @@ class Scores:
 
     @cached_property
     def confusion(self) -> Tensor:
-        """The confusion matrix, int64 [C, C]: samples counted by true class (row) and predicted class (column)."""
+        """The confusion matrix, int64 [C, C]: samples counted by true class (row) and predicted
+        class (column).
+        """
         size = len(self.class_names)
         cells = (self.rows[:, LABEL] * size + self.rows[:, PREDICTION]).long()
         return torch.bincount(cells, minlength=size * size).view(size, size)
 
     def per_class(self) -> dict[str, dict[str, float | int | None]]:
-        """Return precision, recall, F1 and support by class name; None where the divisor would be zero."""
-        correct, support, predicted = self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0)
-        counts = zip(self.class_names, correct.tolist(), support.tolist(), predicted.tolist(), strict=True)
+        """Return precision, recall, F1 and support by class name; None where the divisor would be
+        zero.
+        """
+        correct = self.confusion.diagonal()
+        support = self.confusion.sum(1)
+        predicted = self.confusion.sum(0)
+        counts = zip(
+            self.class_names, correct.tolist(), support.tolist(), predicted.tolist(), strict=True
+        )
         return {
             name: {
                 "precision": right / given if given else None,
@@ -69,7 +87,9 @@ class Scores:
         }
 
     def calibration(self) -> list[dict[str, float | int | None]]:
-        """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` equal bins of confidence."""
+        """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` equal
+        bins of confidence.
+        """
         confidence = self.rows[:, CONFIDENCE]
         bins = (confidence.nan_to_num() * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
         counts, sums, correct = (
@@ -77,23 +97,32 @@ class Scores:
             for weights in (None, confidence, self.is_correct.double())
         )
         return [
-            {"confidence": total / n if n else None, "accuracy": right / n if n else None, "count": int(n)}
+            {
+                "confidence": total / n if n else None,
+                "accuracy": right / n if n else None,
+                "count": int(n),
+            }
             for n, total, right in zip(counts, sums, correct, strict=True)
         ]
 
     def calibration_error(self) -> float:
-        """Return the mean over bins of |confidence - accuracy|, each bin weighted by its number of samples.
+        """Return the mean over bins of |confidence - accuracy|, each bin weighted by its number of
+        samples.
 
         Source: Guo et al., On Calibration of Modern Neural Networks, 2017 (arXiv 1706.04599).
         """
         bins: list[dict[str, Any]] = [part for part in self.calibration() if part["count"]]
-        return sum(abs(part["confidence"] - part["accuracy"]) * part["count"] for part in bins) / max(1, self.count)
+        return sum(
+            abs(part["confidence"] - part["accuracy"]) * part["count"] for part in bins
+        ) / max(1, self.count)
 
     def mistakes(self) -> Tensor:
-        """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6], with the columns of `rows`.
+        """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6], with the
+        columns of `rows`.
 
-        These are the `WORST` mistakes with the largest loss, and for each of the `NUM_PAIRS` most frequent pairs (true
-        class, predicted class) the `WORST_PER_PAIR` mistakes with the largest loss.
+        These are the `WORST` mistakes with the largest loss, and for each of the `NUM_PAIRS` most
+        frequent pairs (true class, predicted class) the `WORST_PER_PAIR` mistakes with the largest
+        loss.
         """
         wrong = self.rows[~self.is_correct]
         wrong = wrong[wrong[:, LOSS].argsort(descending=True, stable=True)]
@@ -108,7 +137,9 @@ class Scores:
         return wrong[kept]
 
     def values(self) -> dict[str, Any]:
-        """Return the scores as in metrics.json: loss, top1, top5, count, calibration_error, calibration, per_class."""
+        """Return the scores as in metrics.json: loss, top1, top5, count, calibration_error,
+        calibration, per_class.
+        """
         return {
             "loss": self.loss,
             "top1": self.top1,
@@ -121,5 +152,7 @@ class Scores:
 
 
 def ids_of(rows: Tensor) -> Tensor:
-    """Return the sample ids of `rows`, float64 [N, 6] as from `SampleResults.gather`, as int64 [N]."""
+    """Return the sample ids of `rows`, float64 [N, 6] as from `SampleResults.gather`, as
+    int64 [N].
+    """
     return rows[:, ID].long()

@@ -11,7 +11,7 @@ def build_sync(config: SyncConfig, world: World) -> GradientSync:
     """Return the strategy that `config` chooses; ConfigError if it cannot run on these devices."""
     require(
         not config.point_to_point or world.device.type == "cpu" or world.backend != "gloo",
-        f"sync={config.name} sends tensors between two ranks, which backend=gloo cannot do for GPUs: "
-        "use backend=nccl, device=cpu, or sync=ddp",
+        f"sync={config.name} sends tensors between two ranks, which backend=gloo cannot do for"
+        " GPUs: use backend=nccl, device=cpu, or sync=ddp",
     )
     return registry.build("sync", config, world, returns=GradientSync)

@@ -1,4 +1,6 @@
-"""Floating buffers (BatchNorm's statistics): a rank's own in training, averaged where a model is evaluated or saved."""
+"""Floating buffers (BatchNorm's statistics): a rank's own in training, averaged where a model is
+evaluated or saved.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +13,16 @@ from ddp_trainer.sync.base import flatten, unflatten
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the floating-point buffers, which may differ from rank to rank, such as BatchNorm's statistics."""
+    """Return the floating-point buffers, which may differ from rank to rank, such as BatchNorm's
+    statistics.
+    """
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def flatten_buffers(model: nn.Module) -> Tensor:
-    """Return a copy of all floating buffers as one float32 vector [n]; n is 0 for a model without any."""
+    """Return a copy of all floating buffers as one float32 vector [n]; n is 0 for a model without
+    any.
+    """
     none = torch.zeros(0, device=next(model.parameters()).device)
     return flatten([none, *(buffer.float() for buffer in floating_buffers(model))])
 
@@ -28,10 +34,12 @@ def restore_buffers(model: nn.Module, vector: Tensor) -> None:
 
 @contextmanager
 def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
-    """Set all floating buffers to their mean over ranks inside the context, and restore them after it.
+    """Set all floating buffers to their mean over ranks inside the context, and restore them after
+    it.
 
-    Yields this rank's own buffers as the vector of `flatten_buffers`. They are restored so that an extra evaluation
-    or save does not change the training, not even by a rounding error. Collective: every rank must call this.
+    Yields this rank's own buffers as the vector of `flatten_buffers`. They are restored so that an
+    extra evaluation or save does not change the training, not even by a rounding error. Collective:
+    every rank must call this.
     """
     own = flatten_buffers(model)
     if own.numel() and world.world_size > 1:

@@ -1,7 +1,7 @@
 """torch's ``nn.DataParallel``: one process, many GPUs, a fresh copy of the model at every forward.
 
-It teaches why torch's own documentation says to use DDP: the parameters are broadcast each step, one interpreter drives
-all GPUs, and the first GPU gathers all logits and gradients.
+It teaches why torch's own documentation says to use DDP: the parameters are broadcast each step,
+one interpreter drives all GPUs, and the first GPU gathers all logits and gradients.
 
 Source: Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 """
@@ -23,8 +23,9 @@ class DataParallelSync(GradientSync):
         super().__init__(config, world)
         require(
             world.device.type == "cuda",
-            "sync=data_parallel is for one process with GPUs, and this process trains on the CPU: "
-            "use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one process",
+            "sync=data_parallel is for one process with GPUs, and this process trains on the CPU:"
+            " use torchrun --nproc_per_node=N -m ddp_trainer sync=ddp, or sync=replicas in one"
+            " process",
         )
 
     @property

@@ -30,17 +30,24 @@ _SYNC_BUFFERS = next(
 class DDPSync(GradientSync):
     """Lets DDP average the gradients during backward.
 
-    BatchNorm statistics stay local here; `averaged_statistics` averages them where a model is evaluated or saved.
+    BatchNorm statistics stay local here; `averaged_statistics` averages them where a model is
+    evaluated or saved.
     """
 
-    def __init__(self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None) -> None:
-        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU, because torch's PowerSGD hook then fails.
+    def __init__(
+        self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None
+    ) -> None:
+        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU, because torch's PowerSGD
+        hook then fails.
 
         group: DDP's process group; None is the default group.
         """
         require(
-            config.comm_hook is not CommHook.powersgd or world.device.type == "cuda" or not torch.cuda.is_available(),
-            "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set CUDA_VISIBLE_DEVICES= (empty)",
+            config.comm_hook is not CommHook.powersgd
+            or world.device.type == "cuda"
+            or not torch.cuda.is_available(),
+            "sync.comm_hook=powersgd with device=cpu fails where torch sees a GPU: set"
+            " CUDA_VISIBLE_DEVICES= (empty)",
         )
         super().__init__(config, world)
         self.group = group

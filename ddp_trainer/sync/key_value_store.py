@@ -1,9 +1,11 @@
-"""A key–value store over the ranks of a process group: push adds up values at a key's owner, pull copies them.
+"""A key–value store over the ranks of a process group: push adds up values at a key's owner, pull
+copies them.
 
-It teaches that the pattern ``push(key, gradient); pull(key)`` hides which ranks communicate: the caller names no rank.
+It teaches that the pattern ``push(key, gradient); pull(key)`` hides which ranks communicate: the
+caller names no rank.
 
-Source: Dive into Deep Learning, "Parameter Servers", key–value stores; Li et al., Scaling Distributed Machine
-Learning with the Parameter Server, 2014 (OSDI).
+Source: Dive into Deep Learning, "Parameter Servers", key–value stores; Li et al., Scaling
+Distributed Machine Learning with the Parameter Server, 2014 (OSDI).
 """
 
 import torch
@@ -15,15 +17,20 @@ from ddp_trainer.sync.base import exchange
 
 
 class KeyValueStore:
-    """Tensors by key, each owned by one of the first `num_servers` ranks. All methods but `owned` are collective."""
+    """Tensors by key, each owned by one of the first `num_servers` ranks. All methods but `owned`
+    are collective.
+    """
 
     def __init__(self, world: World, *, num_servers: int) -> None:
-        self.world, self.num_servers = world, num_servers
+        self.world = world
+        self.num_servers = num_servers
         self.others = [rank for rank in range(world.world_size) if rank != world.rank]
         self.owner: dict[str, int] = {}
 
     def init(self, values: dict[str, Tensor]) -> None:
-        """Choose each key's owner so that owners have similar numbers of elements, and broadcast `values` of rank 0."""
+        """Choose each key's owner so that owners have similar numbers of elements, and broadcast
+        `values` of rank 0.
+        """
         load = [0] * self.num_servers
         for key, value in sorted(values.items(), key=lambda item: (-item[1].numel(), item[0])):
             self.owner[key] = load.index(min(load))
@@ -36,15 +43,20 @@ class KeyValueStore:
         return self.owner[key] == self.world.rank
 
     def push(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Send each of `values` to the rank that owns its key. Return the sums over ranks for the keys of this rank."""
+        """Send each of `values` to the rank that owns its key. Return the sums over ranks for the
+        keys of this rank.
+        """
         parts: dict[str, dict[int, Tensor]] = {}
         operations = []
         for key, value in values.items():
             if self.owned(key):
                 parts[key] = {
-                    rank: torch.empty_like(value, memory_format=torch.contiguous_format) for rank in self.others
+                    rank: torch.empty_like(value, memory_format=torch.contiguous_format)
+                    for rank in self.others
                 }
-                operations += [dist.P2POp(dist.irecv, part, rank) for rank, part in parts[key].items()]
+                operations += [
+                    dist.P2POp(dist.irecv, part, rank) for rank, part in parts[key].items()
+                ]
             else:
                 operations.append(dist.P2POp(dist.isend, value.contiguous(), self.owner[key]))
         exchange(operations)
@@ -56,10 +68,13 @@ class KeyValueStore:
 
     def pull(self, values: dict[str, Tensor]) -> None:
         """Replace each tensor in `values`, in place, by the value on the rank that owns its key."""
-        operations, received = [], {}
+        operations = []
+        received = {}
         for key, value in values.items():
             if self.owned(key):
-                operations += [dist.P2POp(dist.isend, value.contiguous(), rank) for rank in self.others]
+                operations += [
+                    dist.P2POp(dist.isend, value.contiguous(), rank) for rank in self.others
+                ]
             else:
                 received[key] = torch.empty_like(value, memory_format=torch.contiguous_format)
                 operations.append(dist.P2POp(dist.irecv, received[key], self.owner[key]))

@@ -1,11 +1,13 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged every H steps.
 
-It teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer that is linear in the
-gradient (SGD, momentum) it is ordinary data parallelism; with a larger H, ranks differ between two averages. The state
-of the optimizer is averaged too, so that all ranks are equal after an average.
+It teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer
+that is linear in the gradient (SGD, momentum) it is ordinary data parallelism; with a larger H,
+ranks differ between two averages. The state of the optimizer is averaged too, so that all ranks are
+equal after an average.
 
-Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 1805.09767); Yu, Jin and Yang, On the
-Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv 1905.03817).
+Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 1805.09767); Yu, Jin
+and Yang, On the Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv
+1905.03817).
 """
 
 import torch
@@ -15,7 +17,9 @@ from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class LocalSGDSync(GradientSync):
-    """Averages trained parameters and optimizer state every `every_steps` steps, and when an epoch or launch ends."""
+    """Averages trained parameters and optimizer state every `every_steps` steps, and when an epoch
+    or launch ends.
+    """
 
     steps_apart = 0
 
@@ -31,7 +35,12 @@ class LocalSGDSync(GradientSync):
     def synchronize(self, optimizer: Optimizer) -> None:
         if self.world.world_size > 1 and not self.is_synchronized:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            state = [v for p in parameters for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v)]
+            state = [
+                v
+                for p in parameters
+                for v in optimizer.state.get(p, {}).values()
+                if torch.is_tensor(v)
+            ]
             tensors = [*(p.detach() for p in parameters), *state]
             unflatten(self.world.all_reduce(flatten(tensors)).div_(self.world.world_size), tensors)
         self.steps_apart = 0

@@ -1,10 +1,12 @@
-"""A sharded parameter server: gradients go to owner ranks, which update the parameters and send them back.
+"""A sharded parameter server: gradients go to owner ranks, which update the parameters and send
+them back.
 
-It teaches the cost of a server: with one server, m trained parameters and W ranks, 2·(W − 1)·m elements pass through
-one network card, first all in, then all out. With a server on each rank, this is a reduce-scatter and an all-gather.
+It teaches the cost of a server: with one server, m trained parameters and W ranks, 2·(W − 1)·m
+elements pass through one network card, first all in, then all out. With a server on each rank, this
+is a reduce-scatter and an all-gather.
 
-Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine Learning with the
-Parameter Server, 2014 (OSDI).
+Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine
+Learning with the Parameter Server, 2014 (OSDI).
 """
 
 from typing import Any
@@ -19,7 +21,9 @@ from ddp_trainer.sync.key_value_store import KeyValueStore
 
 
 class ParameterServerSync(GradientSync):
-    """Sends gradients to the owner of each trained parameter, whose optimizer updates it, and copies it back."""
+    """Sends gradients to the owner of each trained parameter, whose optimizer updates it, and
+    copies it back.
+    """
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.parameters = dict(model.named_parameters())
@@ -28,12 +32,18 @@ class ParameterServerSync(GradientSync):
         return model
 
     def before_step(self) -> None:
-        sums = self.store.push({key: p.grad for key, p in self.parameters.items() if p.grad is not None})
-        for key, parameter in self.parameters.items():  # an optimizer skips a parameter without a gradient
+        sums = self.store.push(
+            {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
+        )
+        for (
+            key,
+            parameter,
+        ) in self.parameters.items():  # an optimizer skips a parameter without a gradient
             parameter.grad = sums[key].div_(self.world.world_size) if key in sums else None
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        mine = [p.grad for p in model.parameters() if p.grad is not None]  # empty on a rank without keys
+        # empty on a rank without keys
+        mine = [p.grad for p in model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=self.world.device)
         return self.world.all_reduce(norm.square()).sqrt()
 
@@ -41,11 +51,23 @@ class ParameterServerSync(GradientSync):
         self.store.pull({key: p.detach() for key, p in self.parameters.items() if p.requires_grad})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return every parameter's state, gathered from its owner, because a resumed run may have other owners."""
-        whole, keys = optimizer.state_dict(), {parameter: key for key, parameter in self.parameters.items()}
-        ordered = [keys[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-        mine = {index: whole["state"].get(index, {}) for index, key in enumerate(ordered) if self.store.owned(key)}
-        shapes = {i: {name: [str(v.dtype), *v.shape] for name, v in entry.items()} for i, entry in mine.items()}
+        """Return every parameter's state, gathered from its owner, because a resumed run may have
+        other owners.
+        """
+        whole = optimizer.state_dict()
+        keys = {parameter: key for key, parameter in self.parameters.items()}
+        ordered = [
+            keys[parameter] for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        mine = {
+            index: whole["state"].get(index, {})
+            for index, key in enumerate(ordered)
+            if self.store.owned(key)
+        }
+        shapes = {
+            i: {name: [str(v.dtype), *v.shape] for name, v in entry.items()}
+            for i, entry in mine.items()
+        }
         whole["state"] = {}
         for rank, described in enumerate(self.world.all_gather_object(shapes)):
             for index, entry in described.items():

@@ -1,10 +1,13 @@
-"""Data parallelism in one process, from scratch: a replica on each device, the batch split among them.
+"""Data parallelism in one process, from scratch: a replica on each device, the batch split among
+them.
 
-It teaches what every other strategy does: the parameters are copied, the batch is split, each replica computes its
-gradients, they are added up, the first replica is updated and copied to the others. One process drives all devices, so
-the Python interpreter is shared, and the first device holds all logits; these are the reasons to use DDP instead.
+It teaches what every other strategy does: the parameters are copied, the batch is split, each
+replica computes its gradients, they are added up, the first replica is updated and copied to the
+others. One process drives all devices, so the Python interpreter is shared, and the first device
+holds all logits; these are the reasons to use DDP instead.
 
-Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``, ``allreduce``.
+Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``,
+``allreduce``.
 """
 
 import copy
@@ -25,13 +28,19 @@ def get_params(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def split_batch(images: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    """Return the parts of `images`, [B, …], on `devices`; their sizes differ by at most one, and none is empty."""
+    """Return the parts of `images`, [B, …], on `devices`; their sizes differ by at most one, and
+    none is empty.
+    """
     parts = images.tensor_split(min(len(devices), len(images)))
-    return [part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=False)]
+    return [
+        part.to(device, non_blocking=True) for part, device in zip(parts, devices, strict=False)
+    ]
 
 
 def allreduce(tensors: list[Tensor]) -> None:
-    """Set each of `tensors`, of one shape and possibly on different devices, to the sum of all of them."""
+    """Set each of `tensors`, of one shape and possibly on different devices, to the sum of all of
+    them.
+    """
     first, *others = tensors
     for other in others:
         first += other.to(first.device, non_blocking=True)
@@ -45,7 +54,9 @@ class Replicas(nn.Module):
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
         super().__init__()
         self.devices = devices
-        self.replicas = nn.ModuleList([model, *(get_params(model, device) for device in devices[1:])])
+        self.replicas = nn.ModuleList(
+            [model, *(get_params(model, device) for device in devices[1:])]
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of `images`, [B, classes], on the first device."""
@@ -55,21 +66,27 @@ class Replicas(nn.Module):
 
 
 class ReplicasSync(GradientSync):
-    """Adds up the gradients of the replicas of this process, and copies the updated parameters to all of them."""
+    """Adds up the gradients of the replicas of this process, and copies the updated parameters to
+    all of them.
+    """
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
-        """Raises ConfigError if a device of the config does not exist, or the first is not the device of the run."""
+        """Raises ConfigError if a device of the config does not exist, or the first is not the
+        device of the run.
+        """
         super().__init__(config, world)
-        self.devices, gpus = [torch.device(name) for name in config.devices], torch.cuda.device_count()
+        self.devices = [torch.device(name) for name in config.devices]
+        gpus = torch.cuda.device_count()
         for device in self.devices:
             require(
                 device.type == "cpu" or (device.index is not None and device.index < gpus),
-                f"sync.devices={config.devices}: {device} is not one of the {gpus} GPUs of this host",
+                f"sync.devices={config.devices}: {device} is not one of the {gpus} GPUs of this"
+                " host",
             )
         require(
             self.devices[0] == world.device,
-            f"sync.devices={config.devices} must begin with the device that the run trains on, {world.device}: "
-            f"set device={self.devices[0].type}, or change the list",
+            f"sync.devices={config.devices} must begin with the device that the run trains on,"
+            f" {world.device}: set device={self.devices[0].type}, or change the list",
         )
 
     @property
@@ -83,7 +100,8 @@ class ReplicasSync(GradientSync):
 
     def before_step(self) -> None:
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            gradients = [p.grad for p in parameters if p.grad is not None]  # None: no sample, or not trained
+            # None: no sample, or not trained
+            gradients = [p.grad for p in parameters if p.grad is not None]
             if gradients:
                 allreduce(gradients)
 
@@ -97,7 +115,9 @@ class ReplicasSync(GradientSync):
 
     @torch.no_grad()
     def copy_parameters(self) -> None:
-        """Copy the parameters of the first replica, which the optimizer updates, to all other replicas."""
+        """Copy the parameters of the first replica, which the optimizer updates, to all other
+        replicas.
+        """
         first, *others = self.replicas
         for other in others:
             for mine, new in zip(other.parameters(), first.parameters(), strict=True):

@@ -1,1 +1,3 @@
-"""One training run: its parts are built in `run`, one optimizer step is `TrainStep`, the loop is `Trainer`."""
+"""One training run: its parts are built in `run`, one optimizer step is `TrainStep`, the loop is
+`Trainer`.
+"""

@@ -1,4 +1,6 @@
-"""Samples that could not be read: the run lists the bad samples of all ranks in a file, or ends with an error."""
+"""Samples that could not be read: the run lists the bad samples of all ranks in a file, or ends
+with an error.
+"""
 
 import json
 import logging
@@ -15,15 +17,25 @@ FILE = "bad_images.jsonl"
 
 
 class BadSamples:
-    """The samples that any rank could not read (bad samples), listed in bad_images.jsonl in the run directory."""
+    """The samples that any rank could not read (bad samples), listed in bad_images.jsonl in the run
+    directory.
+    """
 
-    def __init__(self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path) -> None:
-        """Keep the list `own`, to which this rank's data readers append the name and reason of each new bad sample."""
-        self.own, self.world, self.on_bad_image, self.path = own, world, on_bad_image, run_dir / FILE
+    def __init__(
+        self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path
+    ) -> None:
+        """Keep the list `own`, to which this rank's data readers append the name and reason of each
+        new bad sample.
+        """
+        self.own = own
+        self.world = world
+        self.on_bad_image = on_bad_image
+        self.path = run_dir / FILE
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:
-        """Exchange new bad samples between ranks; rank 0 adds them to bad_images.jsonl. Every rank must call this.
+        """Exchange new bad samples between ranks; rank 0 adds them to bad_images.jsonl. Every rank
+        must call this.
 
         Raises:
             ConfigError: on all ranks, if on_bad_image=error and any rank has a new bad sample.
@@ -40,19 +52,25 @@ class BadSamples:
         others = "" if len(new_reasons) == 1 else f" (and {len(new_reasons) - 1} more images)"
         if self.on_bad_image is OnBadImage.error:
             raise ConfigError(
-                f"{name} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out bad "
-                "images, and start the command again"
+                f"{name} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out"
+                " bad images, and start the command again"
             )
         if self.world.is_main:
             self.write()
-            logger.warning("left out %s: %s%s; all are listed in %s", name, reason, others, self.path)
+            logger.warning(
+                "left out %s: %s%s; all are listed in %s", name, reason, others, self.path
+            )
 
     def write(self) -> None:
-        """Add new bad samples to bad_images.jsonl. If this fails, for example on a full disk, only log a warning."""
+        """Add new bad samples to bad_images.jsonl. If this fails, for example on a full disk, only
+        log a warning.
+        """
         try:
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             known = {line["path"]: line["reason"] for line in map(json.loads, lines)}
             entries = sorted((known | self.reasons).items())
-            replace_text(self.path, "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in entries))
+            replace_text(
+                self.path, "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in entries)
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s was not written: %s", self.path, error)

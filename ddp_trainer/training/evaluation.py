@@ -14,9 +14,14 @@ from ddp_trainer.training.metrics import Evaluation
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, loader: Iterable[Batch], device: torch.device, autocast_dtype: torch.dtype | None = None
+    model: nn.Module,
+    loader: Iterable[Batch],
+    device: torch.device,
+    autocast_dtype: torch.dtype | None = None,
 ) -> SampleResults:
-    """Return label, prediction and loss of this rank's samples in `loader`. Leave `model` in evaluation mode."""
+    """Return label, prediction and loss of this rank's samples in `loader`. Leave `model` in
+    evaluation mode.
+    """
     results = SampleResults(device)
     model.eval()
     is_compiled = getattr(model, "_compiled_call_impl", None) is not None
@@ -30,9 +35,16 @@ def evaluate(
 
 
 def mean_over_ranks(results: SampleResults, world: World) -> Evaluation:
-    """Return the mean loss and accuracy over the samples of all ranks. Collective: every rank must call this."""
+    """Return the mean loss and accuracy over the samples of all ranks. Collective: every rank must
+    call this.
+    """
     rows = results.rows()
-    correct, ones = rows[:, LABEL] == rows[:, PREDICTION], torch.ones_like(rows[:, LOSS])
+    correct = rows[:, LABEL] == rows[:, PREDICTION]
+    ones = torch.ones_like(rows[:, LOSS])
     sums = torch.stack([rows[:, LOSS], correct.double(), ones]).sum(1)
     loss, right, count = world.all_reduce(sums).tolist()
-    return Evaluation(loss=loss / count, top1=right / count, count=int(count)) if count else Evaluation()
+    return (
+        Evaluation(loss=loss / count, top1=right / count, count=int(count))
+        if count
+        else Evaluation()
+    )

@@ -1,4 +1,6 @@
-"""``report=true``: the scores of the last evaluation and report.html, written at the end of a launch."""
+"""``report=true``: the scores of the last evaluation and report.html, written at the end of a
+launch.
+"""
 
 import logging
 from functools import partial
@@ -14,19 +16,29 @@ logger = logging.getLogger(__name__)
 
 
 def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
-    """If ``report=true``, write the last evaluation's scores to evaluation/last-<split>/, and report.html. Collective.
+    """If ``report=true``, write the last evaluation's scores to evaluation/last-<split>/, and
+    report.html. Collective.
 
-    If the model was not evaluated after the last step, as after a graceful stop, write only report.html. A failure logs
-    a warning.
+    If the model was not evaluated after the last step, as after a graceful stop, write only
+    report.html. A failure logs a warning.
     """
     if not trainer.config.report:
         return
     rows = None if trainer.results is None else trainer.results.gather(trainer.world)
     if not trainer.world.is_main:
         return
-    run_dir, data, loaders = trainer.run_dir, trainer.config.data, trainer.loaders
-    epoch, split = trainer.step // trainer.steps_per_epoch, data.eval_split
-    about = {"checkpoint": "last", "split": split, "data": data.description, "step": trainer.step, "epoch": epoch}
+    run_dir = trainer.run_dir
+    data = trainer.config.data
+    loaders = trainer.loaders
+    epoch = trainer.step // trainer.steps_per_epoch
+    split = data.eval_split
+    about = {
+        "checkpoint": "last",
+        "split": split,
+        "data": data.description,
+        "step": trainer.step,
+        "epoch": epoch,
+    }
     try:
         if rows is not None and len(rows):
             write_evaluation(
@@ -38,5 +50,7 @@ def write_final_report(trainer: Trainer, datasets: Datasets) -> None:
             )
         write_report([run_dir], run_dir / "report.html")
         logger.info("report %s", run_dir / "report.html")
-    except Exception as error:  # a bad picture or a full disk must not fail a training that is done and saved
+    except (
+        Exception
+    ) as error:  # a bad picture or a full disk must not fail a training that is done and saved
         logger.warning("the report was not written: %s", error)

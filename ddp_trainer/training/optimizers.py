@@ -9,21 +9,42 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ddp_trainer import registry
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.optimizers import AdamWConfig, LAMBConfig, LARSConfig, OptimizerConfig, SGDConfig
+from ddp_trainer.config.optimizers import (
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int) -> Optimizer:
-    """Return the optimizer that `config` chooses, at its peak learning rate; ConfigError if no parameter is trained."""
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int
+) -> Optimizer:
+    """Return the optimizer that `config` chooses, at its peak learning rate; ConfigError if no
+    parameter is trained.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
-        raise ConfigError("the model has no parameter that needs a gradient: remove entries from model.freeze")
-    return registry.build("optimizer", config, trainable, lr=config.scaled_lr(global_batch_size), returns=Optimizer)
+        raise ConfigError(
+            "the model has no parameter that needs a gradient: remove entries from model.freeze"
+        )
+    return registry.build(
+        "optimizer", config, trainable, lr=config.scaled_lr(global_batch_size), returns=Optimizer
+    )
 
 
 def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> SGD:
-    """Return torch's fused SGD with momentum buffers of zeros, because a skipped first step would not create them."""
+    """Return torch's fused SGD with momentum buffers of zeros, because a skipped first step would
+    not create them.
+    """
     optimizer = SGD(
-        parameters, lr, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=config.nesterov, fused=True
+        parameters,
+        lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov,
+        fused=True,
     )
     if config.momentum > 0:
         for parameter in parameters:
@@ -34,17 +55,29 @@ def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> S
 def build_adamw(config: AdamWConfig, parameters: list[Parameter], *, lr: float) -> AdamW:
     """Return torch's fused AdamW."""
     beta1, beta2 = config.betas
-    return AdamW(parameters, lr, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True)
+    return AdamW(
+        parameters,
+        lr,
+        betas=(beta1, beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) -> Optimizer:
     """Return timm's LARS, without weight decay for biases and normalization.
 
-    Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv 1708.03888).
+    Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv
+    1708.03888).
     """
     groups = without_decay_of_vectors(parameters, config.weight_decay)
     return timm_optimizers().Lars(
-        groups, lr, momentum=config.momentum, nesterov=config.nesterov, trust_coeff=config.trust_coefficient
+        groups,
+        lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        trust_coeff=config.trust_coefficient,
     )
 
 
@@ -54,22 +87,31 @@ def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) ->
     Source: You et al., Large Batch Optimization for Deep Learning, 2020 (arXiv 1904.00962).
     """
     groups = without_decay_of_vectors(parameters, config.weight_decay)
-    return timm_optimizers().Lamb(groups, lr, betas=tuple(config.betas), eps=config.eps, max_grad_norm=None)
+    return timm_optimizers().Lamb(
+        groups, lr, betas=tuple(config.betas), eps=config.eps, max_grad_norm=None
+    )
 
 
 def timm_optimizers() -> Any:
-    """Return the module ``timm.optim``, which is slow to import; ConfigError if timm is not installed."""
+    """Return the module ``timm.optim``, which is slow to import; ConfigError if timm is not
+    installed.
+    """
     try:
         import timm.optim
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "optimizer=lars and optimizer=lamb need timm: pip install 'ddp_trainer[large-batch]', or use optimizer=sgd"
+            "optimizer=lars and optimizer=lamb need timm: pip install 'ddp_trainer[large-batch]',"
+            " or use optimizer=sgd"
         ) from error
     return timm.optim
 
 
-def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: weights; and biases and normalization, without weight decay and so, in timm, trust ratio."""
+def without_decay_of_vectors(
+    parameters: list[Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return two groups: weights; and biases and normalization, without weight decay and so, in
+    timm, trust ratio.
+    """
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -77,11 +119,17 @@ def without_decay_of_vectors(parameters: list[Parameter], weight_decay: float) -
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Change the memory layout of the optimizer's state to that of the parameters, if a checkpoint had another one.
+    """Change the memory layout of the optimizer's state to that of the parameters, if a checkpoint
+    had another one.
 
-    Fused kernels need this: they process a parameter and its state in the order of memory, and ignore the strides.
+    Fused kernels need this: they process a parameter and its state in the order of memory, and
+    ignore the strides.
     """
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if torch.is_tensor(value) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            if (
+                torch.is_tensor(value)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,4 +1,6 @@
-"""One optimizer step as an object, which the trainer, the benchmark and the conformance tests use."""
+"""One optimizer step as an object, which the trainer, the benchmark and the conformance
+tests use.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -45,11 +47,15 @@ class StepSettings:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context in which a forward pass runs at the configured precision."""
-        return torch.autocast(device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+        return torch.autocast(
+            device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )
 
 
 class StepCheck(Protocol):
-    """A check of the gradients before the optimizer uses them, in steps where `is_due`; its errors end the training."""
+    """A check of the gradients before the optimizer uses them, in steps where `is_due`; its errors
+    end the training.
+    """
 
     def begin(self, step: int) -> None: ...
     @property
@@ -59,10 +65,11 @@ class StepCheck(Protocol):
 
 
 class TrainStep:
-    """One optimizer step: forward, backward, gradient accumulation, clipping, loss scaling, optimizer and schedule.
+    """One optimizer step: forward, backward, gradient accumulation, clipping, loss scaling,
+    optimizer and schedule.
 
-    `model` is the bare module, which is evaluated, clipped and saved. `replica` is the module that the strategy
-    returns for `model`; a step calls `replica`.
+    `model` is the bare module, which is evaluated, clipped and saved. `replica` is the module that
+    the strategy returns for `model`; a step calls `replica`.
     """
 
     def __init__(
@@ -76,14 +83,26 @@ class TrainStep:
         world: World,
         on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
-        self.model, self.sync, self.optimizer, self.scheduler = model, sync, optimizer, scheduler
-        self.settings, self.world, self.on_phase = settings, world, on_phase
-        self.ema = None if settings.ema.decay is None else AveragedWeights(model, settings.ema.decay)
+        self.model = model
+        self.sync = sync
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.settings = settings
+        self.world = world
+        self.on_phase = on_phase
+        self.ema = (
+            None if settings.ema.decay is None else AveragedWeights(model, settings.ema.decay)
+        )
         self.models = nn.ModuleList([model] if self.ema is None else [model, self.ema.module])
-        """The model, and the model with averaged weights if there is one; the last entry is evaluated."""
+        """The model, and the model with averaged weights if there is one; the last entry is
+        evaluated.
+        """
         self.replica = sync.wrap(model)
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision is Precision.fp16)
-        self.sums, self.nonfinite = MetricSums(world.device), NonFinite(world.device)
+        self.scaler = torch.amp.GradScaler(
+            world.device.type, enabled=settings.precision is Precision.fp16
+        )
+        self.sums = MetricSums(world.device)
+        self.nonfinite = NonFinite(world.device)
         self.check: StepCheck | None = None
         self.count = 0
         """The number of optimizer steps taken, over all launches."""
@@ -91,15 +110,19 @@ class TrainStep:
         """The learning rate of the last step."""
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step. Return this rank's part of the mean loss, a scalar; the sum over ranks is the mean.
+        """Take one optimizer step. Return this rank's part of the mean loss, a scalar; the sum over
+        ranks is the mean.
 
         images: float32 [B, C, H, W], labels: int64 [B], or float32 [B, classes] for mixed images.
         """
         self.on_phase("forward")
-        # Dropout draws from torch's generator. Its seed depends on the step, so that a resumed run draws the same.
+        # Dropout draws from torch's generator. Its seed depends on the step, so that a resumed run
+        # draws the same.
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
         seed_device(self.world.device, seed)
-        statistics = flatten_buffers(self.model) if self.settings.on_nonfinite is OnNonfinite.skip else None
+        statistics = (
+            flatten_buffers(self.model) if self.settings.on_nonfinite is OnNonfinite.skip else None
+        )
         check = self.check if self.check is not None and self.check.is_due else None
         if check is not None:
             check.watch(images, labels)
@@ -110,14 +133,16 @@ class TrainStep:
                 loss += self.backward(*microbatch)
         loss += self.backward(*last)
         self.on_phase("gradient sync")
-        self.sync.before_step()  # .grad is now the mean over ranks, if the strategy averages gradients
+        # .grad is now the mean over ranks, if the strategy averages gradients
+        self.sync.before_step()
         if check is not None:
             self.on_phase("check")
             check.compare(images, labels)
         self.on_phase("optimizer")
         self.clip_and_step(loss, statistics)
         self.on_phase("gradient sync")
-        self.sync.after_step(self.optimizer)  # parameters are equal on every rank, if sync.is_synchronized
+        # parameters are equal on every rank, if sync.is_synchronized
+        self.sync.after_step(self.optimizer)
         if self.ema is not None:
             self.ema.update()
         self.on_phase("between steps")
@@ -125,20 +150,30 @@ class TrainStep:
         return loss
 
     def begin_training(self) -> None:
-        """Put the model into training mode, except frozen BatchNorm layers, whose statistics must not change."""
+        """Put the model into training mode, except frozen BatchNorm layers, whose statistics must
+        not change.
+        """
         self.replica.train()
         for module in self.replica.modules():
             own = list(module.parameters(recurse=False))
-            if isinstance(module, _BatchNorm) and own and not any(parameter.requires_grad for parameter in own):
+            if (
+                isinstance(module, _BatchNorm)
+                and own
+                and not any(parameter.requires_grad for parameter in own)
+            ):
                 module.eval()
 
     def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split a rank's share of a global batch into microbatches whose sizes differ by at most one."""
+        """Split a rank's share of a global batch into microbatches whose sizes differ by at most
+        one.
+        """
         parts = self.settings.gradient_accumulation_steps
         return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
 
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Add a microbatch's gradients to ``.grad``. Return the sum of its losses, divided by the global batch size."""
+        """Add a microbatch's gradients to ``.grad``. Return the sum of its losses, divided by the
+        global batch size.
+        """
         self.on_phase("forward")
         loss, loss_sum, logits = self.loss(self.replica, images, labels)
         self.sums.add(loss_sum, logits, labels)
@@ -146,41 +181,52 @@ class TrainStep:
         loss.backward()
         return loss_sum / self.settings.global_batch_size
 
-    def loss(self, module: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a microbatch's loss for backward [], the sum of its samples' losses [], and its logits [B, C].
+    def loss(
+        self, module: nn.Module, images: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a microbatch's loss for backward [], the sum of its samples' losses [], and its
+        logits [B, C].
 
-        The loss for backward is scaled so that the gradients of all microbatches, averaged over ranks, are those of the
-        mean loss of the global batch (with fp16, times the loss scale). The other two are detached.
+        The loss for backward is scaled so that the gradients of all microbatches, averaged over
+        ranks, are those of the mean loss of the global batch (with fp16, times the loss scale). The
+        other two are detached.
         """
         settings = self.settings
         with settings.autocast(self.world.device):
             logits = module(images)
         loss_sum = sum_of_losses(logits.float(), labels, label_smoothing=settings.label_smoothing)
-        # The sum times W/G, so that the mean over W ranks is the mean over the G images, even with unequal shares.
+        # The sum times W/G, so that the mean over W ranks is the mean over the G images, even with
+        # unequal shares.
         scale = self.world.world_size / settings.global_batch_size
         return self.scaler.scale(loss_sum * scale), loss_sum.detach(), logits.detach()
 
     def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
-        """Record whether the loss or a gradient is not finite, clip gradients, update parameters, advance the schedule.
+        """Record whether the loss or a gradient is not finite, clip gradients, update parameters,
+        advance the schedule.
 
-        statistics: the floating-point buffers [n] before the step, or None. If given, an update that is not finite is
-        skipped, and the buffers are restored.
+        statistics: the floating-point buffers [n] before the step, or None. If given, an update
+        that is not finite is skipped, and the buffers are restored.
         """
-        values, max_norm = [loss], self.settings.max_grad_norm
+        values = [loss]
+        max_norm = self.settings.max_grad_norm
         if max_norm is not None:
             self.scaler.unscale_(self.optimizer)
         if max_norm is not None or statistics is not None or not self.scaler.is_enabled():
             norm = self.sync.gradient_norm(self.model)
             if max_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-            if not self.scaler.is_enabled():  # gradients of fp16 overflow sometimes, and the scaler skips these updates
+            # gradients of fp16 overflow sometimes, and the scaler skips these updates
+            if not self.scaler.is_enabled():
                 values.append(norm)
-            if statistics is not None:  # decided by the norm, which averaged gradients make equal on all ranks
+            # decided by the norm, which averaged gradients make equal on all ranks
+            if statistics is not None:
                 is_bad = ~norm.isfinite()
                 if not self.scaler.is_enabled():
                     self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
                 # A forward pass that was not finite has changed BatchNorm's statistics.
-                restore_buffers(self.model, torch.where(is_bad, statistics, flatten_buffers(self.model)))
+                restore_buffers(
+                    self.model, torch.where(is_bad, statistics, flatten_buffers(self.model))
+                )
         self.nonfinite.check(torch.stack(values), step=self.count + 1)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
@@ -189,12 +235,14 @@ class TrainStep:
         self.scheduler.step()
 
     def prime_ddp(self, images: Tensor, *others: Tensor) -> torch.Size:
-        """Run forward and backward twice without an update, so that DDP's bucket order is the same after a resume.
+        """Run forward and backward twice without an update, so that DDP's bucket order is the same
+        after a resume.
 
-        DDP rebuilds its buckets after the first backward. Without these passes, the first step after a resume would sum
-        in another order than the same step of an uninterrupted run, and with three or more ranks round differently.
-        images: float32 [B, C, H, W] with the strides of a batch, because other strides would need another compilation.
-        others: microbatches of other sizes, each run once to be compiled. Returns the shape of the model's output.
+        DDP rebuilds its buckets after the first backward. Without these passes, the first step
+        after a resume would sum in another order than the same step of an uninterrupted run, and
+        with three or more ranks round differently. images: float32 [B, C, H, W] with the strides of
+        a batch, because other strides would need another compilation. others: microbatches of other
+        sizes, each run once to be compiled. Returns the shape of the model's output.
         """
 
         def run(images: Tensor) -> torch.Size:
@@ -219,7 +267,9 @@ class TrainStep:
         return shape
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule, scaler and step count. Collective: every rank must call this."""
+        """Return the state of optimizer, schedule, scaler and step count. Collective: every rank
+        must call this.
+        """
         return {
             "optimizer": self.sync.optimizer_state(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
@@ -228,12 +278,17 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, except the learning rate: this run's schedule decides it."""
+        """Restore a result of `state_dict`, except the learning rate: this run's schedule decides
+        it.
+        """
         self.optimizer.load_state_dict(state["optimizer"])
         match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
-        # The saved learning rate is the next one of the old schedule: wrong if the number of epochs has changed.
-        for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
+        # The saved learning rate is the next one of the old schedule: wrong if the number of epochs
+        # has changed.
+        for group, factor in zip(
+            self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True
+        ):
             group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
         self.count = state["step"]
@@ -244,7 +299,8 @@ class TrainStep:
 def sum_of_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
     """Return the sum [] of the cross-entropies of a batch; samples without a label do not count.
 
-    logits: [B, C]. labels: int64 [B], -100: no label; or [B, C], the probabilities of the classes, all zero: no label.
+    logits: [B, C]. labels: int64 [B], -100: no label; or [B, C], the probabilities of the classes,
+    all zero: no label.
     """
     if labels.ndim == 1:
         return cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)

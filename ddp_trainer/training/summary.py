@@ -27,30 +27,45 @@ class Summary:
     seconds: float
     """Wall-clock seconds of training and evaluation over all launches."""
     images_per_second: float | None
-    """The speed of training, without evaluation, of all ranks together: the median over log windows."""
+    """The speed of training, without evaluation, of all ranks together: the median over log
+    windows.
+    """
     matmul_utilization: float | None
-    """Operations per second of the training, divided by those of a matrix product measured on this hardware."""
+    """Operations per second of the training, divided by those of a matrix product measured on this
+    hardware.
+    """
     mfu: float | None
-    """Model FLOPs utilization: operations per second of the training, divided by the rated peak of the GPU."""
+    """Model FLOPs utilization: operations per second of the training, divided by the rated peak of
+    the GPU.
+    """
     seconds_per_epoch: float | None
     world_size: int
     device: str
     backend: str
     sync: str
     rank_own_ms: list[float] = field(default_factory=list)
-    """For each rank: the mean milliseconds of a step in this launch, without the time of waiting for other ranks."""
+    """For each rank: the mean milliseconds of a step in this launch, without the time of waiting
+    for other ranks.
+    """
 
     def to_json(self) -> str:
         """Return the text of summary.json."""
         values = {key.replace("eval_", "eval/"): value for key, value in asdict(self).items()}
-        known = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+        known = {
+            k: v if not isinstance(v, float) or math.isfinite(v) else None
+            for k, v in values.items()
+        }
         return json.dumps(known, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the summary for a `text` that `to_json` returned; ValueError for any other text."""
+        """Return the summary for a `text` that `to_json` returned; ValueError for any
+        other text.
+        """
         try:
-            values: dict[str, Any] = {key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()}
+            values: dict[str, Any] = {
+                key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()
+            }
             values["status"] = Status(values["status"])
             return cls(**values)
         except (AttributeError, KeyError, TypeError) as error:
@@ -63,11 +78,16 @@ class Summary:
             f"{self.seconds_per_epoch:,.1f} s/epoch" if self.seconds_per_epoch is not None else "",
             f"{self.images_per_second:,.0f} img/s" if self.images_per_second is not None else "",
         ]
-        return f"{self.eval_split} acc {self.eval_top1:.4f} · {' · '.join(filter(None, speed))} on {where}"
+        return (
+            f"{self.eval_split} acc {self.eval_top1:.4f} · {' · '.join(filter(None, speed))} on"
+            f" {where}"
+        )
 
 
 def read_summary(run_dir: Path, step: int) -> str:
-    """Return the text of summary.json if it is valid and of a launch that ended, not stopped, at `step`; else ""."""
+    """Return the text of summary.json if it is valid and of a launch that ended, not stopped, at
+    `step`; else "".
+    """
     try:
         text = (run_dir / "summary.json").read_text()
         summary = Summary.from_json(text)

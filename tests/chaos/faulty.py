@@ -1,9 +1,10 @@
 """The command line with one fault: FAULT=what:rank:where[:once], done to that rank.
 
-With what=lost or what=frozen all other ranks get SIGTERM too, and then that rank gets SIGKILL or SIGSTOP.
+With what=lost or what=frozen all other ranks get SIGTERM too, and then that rank gets SIGKILL or
+SIGSTOP.
 
-`where` is the number of a step, just before which it happens, or ``join``, ``start``, ``evaluation`` or ``save``.
-With ``once`` it does not happen again after a restart by torchrun.
+`where` is the number of a step, just before which it happens, or ``join``, ``start``,
+``evaluation`` or ``save``. With ``once`` it does not happen again after a restart by torchrun.
 """
 
 import os
@@ -26,8 +27,13 @@ from ddp_trainer.training.trainer import Trainer
 WHAT, RANK, WHERE, *ONCE = os.environ["FAULT"].split(":")
 if ONCE and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
     WHERE = "never"
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM,
-           "lost": signal.SIGKILL, "frozen": signal.SIGSTOP}  # fmt: skip
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "lost": signal.SIGKILL,
+    "frozen": signal.SIGSTOP,
+}
 LEAK: list[bytearray] = []
 take_step = TrainStep.__call__
 
@@ -67,7 +73,9 @@ def terminate_others() -> None:
 
 
 def wait_for_other_ranks() -> None:
-    """Wait until all ranks have imported torch, which on a busy machine may take longer than a short timeout."""
+    """Wait until all ranks have imported torch, which on a busy machine may take longer than a
+    short timeout.
+    """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

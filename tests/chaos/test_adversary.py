@@ -19,37 +19,100 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.messages import format_config_error, known_keys
 
 VALUES = [
-    "", "null", "nan", "inf", "-inf", "-1", "0", "1.5", "true", "text", "9" * 400, str(2**63), "1e308", "1e-320",
-    "[]", "[[0.5]]", "[1e-320]", "[nan]", "[null]", "[cpu,cpu:abc]", "[cuda:x]", "{}", "{a:1}", "???", "${foo}",
-    "${seed}", "${oc.env:HOME}", "'\n'", "'\x1b[31m'", "'a b'", "'a=b'", "~nosuchuser/x", "/dev/null", "1_000", "0x10",
+    "",
+    "null",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1.5",
+    "true",
+    "text",
+    "9" * 400,
+    str(2**63),
+    "1e308",
+    "1e-320",
+    "[]",
+    "[[0.5]]",
+    "[1e-320]",
+    "[nan]",
+    "[null]",
+    "[cpu,cpu:abc]",
+    "[cuda:x]",
+    "{}",
+    "{a:1}",
+    "???",
+    "${foo}",
+    "${seed}",
+    "${oc.env:HOME}",
+    "'\n'",
+    "'\x1b[31m'",
+    "'a b'",
+    "'a=b'",
+    "~nosuchuser/x",
+    "/dev/null",
+    "1_000",
+    "0x10",
     "!!python/object:x",
-]  # fmt: skip
+]
 MORE_KEYS = ["experiment", "experiment.epochs", "data.mean.x", "foo.bar", "hydra.job.x"]
 
 
 LINES = [
-    "output_dir=~nosuchuser/x", "data=fashion_mnist data.root=~nosuchuser", "timeout_seconds=99999999999999999999",
-    "sync=replicas sync.devices=[cpu,cpu:abc]", "sync=replicas sync.devices=[[cpu]]", "sync=replicas sync.devices=cpu",
-    "scheduler=step scheduler.gamma=1e308", "data.std=[1e-320]", "data.mean=[[0.5]]", "experiment={}",
-    "data=synthetic data.height=1000000 data.width=1000000", "sync.bucket_cap_mb=99999999999999999999",
-    "verify nowhere", "freeze", "plan ranks=0", "name='a=b'", "output_dir='a=b'", "logger=[]", "epochs=1_000",
-    "checkpoint.every_seconds=1e-320", "output_dir='~nosuchuser/x'", "data=fashion_mnist data.root='~nosuchuser'",
-    "train job_file=/dev/null", "freeze x.json world_size=-1", "doctor size_mb=1e400",
+    "output_dir=~nosuchuser/x",
+    "data=fashion_mnist data.root=~nosuchuser",
+    "timeout_seconds=99999999999999999999",
+    "sync=replicas sync.devices=[cpu,cpu:abc]",
+    "sync=replicas sync.devices=[[cpu]]",
+    "sync=replicas sync.devices=cpu",
+    "scheduler=step scheduler.gamma=1e308",
+    "data.std=[1e-320]",
+    "data.mean=[[0.5]]",
+    "experiment={}",
+    "data=synthetic data.height=1000000 data.width=1000000",
+    "sync.bucket_cap_mb=99999999999999999999",
+    "verify nowhere",
+    "freeze",
+    "plan ranks=0",
+    "name='a=b'",
+    "output_dir='a=b'",
+    "logger=[]",
+    "epochs=1_000",
+    "checkpoint.every_seconds=1e-320",
+    "output_dir='~nosuchuser/x'",
+    "data=fashion_mnist data.root='~nosuchuser'",
+    "train job_file=/dev/null",
+    "freeze x.json world_size=-1",
+    "doctor size_mb=1e400",
     "node-check head=127.0.0.1 port=0 nnodes=2 node_rank=0",
     f"node-check head=127.0.0.1 port=29999 node_rank=0 nnodes={'9' * 400}",
-]  # fmt: skip
-"""Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and valid."""
-OVERRIDES, COMMAND_LINES = 300, trials(40) + len(LINES)
+]
+"""Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and
+valid.
+"""
+OVERRIDES = 300
+COMMAND_LINES = trials(40) + len(LINES)
 
 
 def hostile_overrides(count: int) -> list[list[str]]:
-    """Return a random choice of keys and values, each with the choice of a group that has the key."""
+    """Return a random choice of keys and values, each with the choice of a group that has
+    the key.
+    """
 
     def pairs() -> Iterator[list[str]]:
         for key in [*known_keys(), *MORE_KEYS]:
             group, _, name = key.partition(".")
-            choices = registry.choices(group).values() if group in registry.GROUPS and group != "logger" else ()
-            with_key = [f"{group}={c.name}" for c in choices if name.partition(".")[0] in c.schema.__dataclass_fields__]
+            choices = (
+                registry.choices(group).values()
+                if group in registry.GROUPS and group != "logger"
+                else ()
+            )
+            with_key = [
+                f"{group}={c.name}"
+                for c in choices
+                if name.partition(".")[0] in c.schema.__dataclass_fields__
+            ]
             yield from ([*with_key[:1], f"{key}={value}"] for value in VALUES)
 
     return random.Random(0).sample(list(pairs()), count)
@@ -62,7 +125,8 @@ def assert_is_one_line(message: str) -> None:
 
 @pytest.mark.fault("hostile overrides, composed", times=OVERRIDES)
 def test_adversary_overrides_compose_or_are_one_line() -> None:
-    accepted, cases = 0, hostile_overrides(OVERRIDES)
+    accepted = 0
+    cases = hostile_overrides(OVERRIDES)
     for case in cases:
         try:
             compose(*case)
@@ -82,7 +146,9 @@ def run_with(overrides: list[str], folder: Path) -> Finished:
         words = [word for word in words if not word.startswith(("data=", "data.", "model="))]
     if overrides[0] in COMMANDS:
         words = []
-    return run_command([sys.executable, "-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder)
+    return run_command(
+        [sys.executable, "-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder
+    )
 
 
 @pytest.mark.fault("hostile command lines", times=COMMAND_LINES)

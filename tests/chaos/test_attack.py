@@ -1,4 +1,6 @@
-"""A program that can connect to the ports of a job, and writes pickles to every store that it finds there."""
+"""A program that can connect to the ports of a job, and writes pickles to every store that it finds
+there.
+"""
 
 import base64
 import os
@@ -27,9 +29,18 @@ WAYS = {
     "torchrun with a port": [*torchrun(2), "-m", "ddp_trainer"],
     "local.sh": [str(ROOT / "launch/local.sh")],
     "multinode.sh": [str(ROOT / "launch/multinode.sh")],
-    "a sweep": [sys.executable, "-m", "ddp_trainer", "--multirun", "hydra/launcher=torchrun", "seed=1"],
+    "a sweep": [
+        sys.executable,
+        "-m",
+        "ddp_trainer",
+        "--multirun",
+        "hydra/launcher=torchrun",
+        "seed=1",
+    ],
 }
-"""The documented ways to start a job that is not elastic. (slurm.sbatch runs torchrun as multinode.sh does.)"""
+"""The documented ways to start a job that is not elastic. (slurm.sbatch runs torchrun as
+multinode.sh does.)
+"""
 SECONDS = 10.0
 """How long the attack lasts: torchrun's elastic rendezvous reads its state every 5 seconds."""
 START_SECONDS = 90.0
@@ -60,28 +71,37 @@ def listening_ports(tmp_path: Path) -> Iterator[int]:
 
 
 def overwrite(port: int, value: str, *, everything: bool) -> int:
-    """Write `value` to the keys of elastic rendezvous in a store, or to all keys; return how many there are."""
+    """Write `value` to the keys of elastic rendezvous in a store, or to all keys; return how many
+    there are.
+    """
     store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=1))
     keys = store.list_keys()
-    chosen = [key for key in keys if re.fullmatch(r"torch\.rendezvous\.[^/]*", key)] or (keys if everything else [])
+    chosen = [key for key in keys if re.fullmatch(r"torch\.rendezvous\.[^/]*", key)] or (
+        keys if everything else []
+    )
     for key in chosen:
         store.set(key, value)
     return len(chosen)
 
 
 def attack(tmp_path: Path, marker: Path, *, has_store: bool) -> int:
-    """Overwrite what the stores of a job hold, until `marker` exists; return the number of values."""
+    """Overwrite what the stores of a job hold, until `marker` exists; return the number of
+    values.
+    """
     pickled = pickle.dumps(Touch(marker))
-    end, count = time.monotonic() + (START_SECONDS if has_store else SECONDS), 0
+    end = time.monotonic() + (START_SECONDS if has_store else SECONDS)
+    count = 0
     while time.monotonic() < end and not marker.exists():
         # The rest breaks a job, which then reads nothing more: not before it has run for some time.
         is_late = time.monotonic() > end - SECONDS / 2
         value = (base64.b64encode(pickled) if count % 2 == 0 else pickled).decode("latin-1")
         ports = set(listening_ports(tmp_path))
         if ports and has_store:
-            end, has_store = time.monotonic() + SECONDS, False
+            end = time.monotonic() + SECONDS
+            has_store = False
         for port in ports:
-            with suppress(TimeoutError, DistError, RuntimeError, ValueError):  # no store, or one that ends with its job
+            # no store, or one that ends with its job
+            with suppress(TimeoutError, DistError, RuntimeError, ValueError):
                 count += call_with_timeout(partial(overwrite, port, value, everything=is_late), 2)
         time.sleep(0.2)
     return count
@@ -92,12 +112,22 @@ def attacked(command: list[str], tmp_path: Path, *, has_store: bool = True) -> t
     marker = tmp_path / "executed"
     port = torchrun(1)[-1].partition("=")[2]  # a free one
     variables = clean_environment(
-        ATTACKED=str(tmp_path), NPROC="2", NODE_RANK="0", NNODES="1", HEAD="127.0.0.1", PORT=port, PYTHON=sys.executable
+        ATTACKED=str(tmp_path),
+        NPROC="2",
+        NODE_RANK="0",
+        NNODES="1",
+        HEAD="127.0.0.1",
+        PORT=port,
+        PYTHON=sys.executable,
     )
     with subprocess.Popen(
-        [*command, *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"], env=variables,
-        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as job:  # fmt: skip
+        [*command, *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"],
+        env=variables,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as job:
         try:
             count = attack(tmp_path, marker, has_store=has_store)
         finally:
@@ -109,7 +139,15 @@ def attacked(command: list[str], tmp_path: Path, *, has_store: bool = True) -> t
 
 
 def test_the_attack_works_where_torchrun_uses_pickles(tmp_path: Path) -> None:
-    unsafe = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_trainer"]
+    unsafe = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "ddp_trainer",
+    ]
     assert attacked(unsafe, tmp_path)[0]
 
 

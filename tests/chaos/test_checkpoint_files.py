@@ -20,7 +20,11 @@ FLIPS = trials(200)
 def lenet_state(step: int) -> dict:
     """Return a state of the size of LeNet's with momentum, its content a function of `step`."""
     random_values = torch.Generator().manual_seed(step)
-    return {"step": step, "epoch": 0, "model": {"weight": torch.randn(2 * 431_080, generator=random_values)}}
+    return {
+        "step": step,
+        "epoch": 0,
+        "model": {"weight": torch.randn(2 * 431_080, generator=random_values)},
+    }
 
 
 def write_for_ever(folder: Path) -> None:
@@ -35,7 +39,8 @@ def write_for_ever(folder: Path) -> None:
 
 @pytest.mark.fault("SIGKILL while a checkpoint is written", times=KILLS)
 def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
-    chance, reached = random.Random(0), []
+    chance = random.Random(0)
+    reached = []
     for _ in range(KILLS):
         before = max(reached, default=0)
         writer = forkserver().Process(target=write_for_ever, args=(tmp_path,))
@@ -48,7 +53,9 @@ def test_kills_while_checkpoints_are_written(tmp_path: Path) -> None:
         for path in tmp_path.glob("step-*.pt"):
             state = read_state(path)
             assert path.name == f"step-{state['step']:08d}.pt"
-            assert torch.equal(state["model"]["weight"], lenet_state(state["step"])["model"]["weight"])
+            assert torch.equal(
+                state["model"]["weight"], lenet_state(state["step"])["model"]["weight"]
+            )
             reached.append(state["step"])
         assert max(reached) > before, "the checkpoint that was there before the kill is gone"
 
@@ -67,11 +74,13 @@ def assert_refused(checkpoint: Path, data: bytes | bytearray) -> None:
 
 @pytest.mark.fault("a checkpoint cut at 4 KiB, or with a bit flipped", times=FLIPS)
 def test_cuts_at_every_page_and_flipped_bits(checkpoint: Path) -> None:
-    data, chance = checkpoint.read_bytes(), random.Random(0)
+    data = checkpoint.read_bytes()
+    chance = random.Random(0)
     for length in range(0, len(data), 4096):
         assert_refused(checkpoint, data[:length])
     for _ in range(FLIPS):
-        bit, flipped = chance.randrange(8 * len(data)), bytearray(data)
+        bit = chance.randrange(8 * len(data))
+        flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         assert_refused(checkpoint, flipped)
 
@@ -90,7 +99,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_loads(tmp_pa
 @pytest.mark.fault("a disk that is full at every save")
 def test_a_full_disk_costs_no_training(small_disk: Path) -> None:
     run_dir = small_disk / "run"
-    overrides = ("model=lenet", "data=digits", "precision=fp32", "epochs=4", "checkpoint.keep_last=1")
+    overrides = (
+        "model=lenet",
+        "data=digits",
+        "precision=fp32",
+        "epochs=4",
+        "checkpoint.keep_last=1",
+    )
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(4_040_000))
     done = succeed(*overrides, f"output_dir={small_disk}", "name=run", ranks=2)

@@ -1,4 +1,6 @@
-"""Folders of images under fire: kills while the cache is built and while images are read, and a million files."""
+"""Folders of images under fire: kills while the cache is built and while images are read, and a
+million files.
+"""
 
 import os
 import random
@@ -19,7 +21,8 @@ from ddp_trainer.data.file_index import load_index
 from ddp_trainer.data.image_files import ImageFiles
 from ddp_trainer.health.memory import peak_memory_mb
 
-BUILD_KILLS, TRAIN_KILLS = trials(100), trials(20)
+BUILD_KILLS = trials(100)
+TRAIN_KILLS = trials(20)
 
 
 def write_photos(root: Path, *, count: int, size: tuple[int, int] = (300, 400)) -> Path:
@@ -30,13 +33,22 @@ def write_photos(root: Path, *, count: int, size: tuple[int, int] = (300, 400)) 
         for split in ("train", "val") if number % 4 == 0 else ("train",):
             folder = root / split / f"class {number % 3}"
             folder.mkdir(parents=True, exist_ok=True)
-            coarse.resize((size[1], size[0]), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
+            coarse.resize((size[1], size[0]), Image.Resampling.BICUBIC).save(
+                folder / f"{number}.jpg", quality=90
+            )
     return root
 
 
 def folder_words(root: Path, cache_dir: Path, *, cache: str) -> tuple[str, ...]:
-    return ("data=imagefolder", f"data.root={root}", f"data.cache={cache}", f"data.cache_dir={cache_dir}",
-            "data.image_size=24", "model=lenet", "precision=fp32")  # fmt: skip
+    return (
+        "data=imagefolder",
+        f"data.root={root}",
+        f"data.cache={cache}",
+        f"data.cache_dir={cache_dir}",
+        "data.image_size=24",
+        "model=lenet",
+        "precision=fp32",
+    )
 
 
 def build(words: tuple[str, ...]) -> Datasets:
@@ -46,16 +58,23 @@ def build(words: tuple[str, ...]) -> Datasets:
 @pytest.mark.fault("SIGKILL while the cache of images is built", times=BUILD_KILLS)
 @pytest.mark.timeout(600)
 def test_a_cache_whose_build_is_killed_is_never_seen_half_built(tmp_path: Path) -> None:
-    words = folder_words(write_photos(tmp_path / "photos", count=200), tmp_path / "cache", cache="uint8")
-    context, chance = forkserver(), random.Random(0)
+    words = folder_words(
+        write_photos(tmp_path / "photos", count=200), tmp_path / "cache", cache="uint8"
+    )
+    context = forkserver()
+    chance = random.Random(0)
     killed = built = 0
     while killed < BUILD_KILLS:
         process = context.Process(target=build, args=(words,))
         process.start()
         building = tmp_path / "cache"
         before = sum(path.stat().st_size for path in building.glob("*.building/records"))
-        wait_for(lambda: sum(p.stat().st_size for p in building.glob("*.building/records")) != before  # noqa: B023
-                 or process.exitcode is not None)  # noqa: B023  # fmt: skip
+
+        def has_moved_or_ended(building=building, before=before, process=process) -> bool:  # type: ignore[no-untyped-def]
+            now = sum(path.stat().st_size for path in building.glob("*.building/records"))
+            return now != before or process.exitcode is not None
+
+        wait_for(has_moved_or_ended)
         time.sleep(chance.uniform(0, 0.05))
         process.kill()
         process.join()
@@ -89,11 +108,19 @@ def assert_whole(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("cache", ["none", "uint8"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.timeout(600)
-def test_a_run_on_images_killed_in_mid_epoch_ends_as_one_left_alone(ranks: int, cache: str, tmp_path: Path) -> None:
+def test_a_run_on_images_killed_in_mid_epoch_ends_as_one_left_alone(
+    ranks: int, cache: str, tmp_path: Path
+) -> None:
     root = write_photos(tmp_path / "photos", count=96, size=(60, 80))
-    words = (*folder_words(root, tmp_path / "cache", cache=cache), f"output_dir={tmp_path}", "global_batch_size=12",
-             "epochs=30", "checkpoint.every_steps=2")  # fmt: skip
-    chance, run_dir = random.Random(ranks), tmp_path / "run"
+    words = (
+        *folder_words(root, tmp_path / "cache", cache=cache),
+        f"output_dir={tmp_path}",
+        "global_batch_size=12",
+        "epochs=30",
+        "checkpoint.every_steps=2",
+    )
+    chance = random.Random(ranks)
+    run_dir = tmp_path / "run"
     for _ in range(TRAIN_KILLS // 2):
         kill_in_training(ranks, compose(*words, "name=run"), run_dir, after=chance.uniform(0, 0.2))
     assert newest_step(run_dir) < 30 * 8, "the run was over before its last kill"
@@ -103,12 +130,16 @@ def test_a_run_on_images_killed_in_mid_epoch_ends_as_one_left_alone(ranks: int, 
 
 
 CPU = torch.device("cpu")
-NUM_FILES, NUM_CLASSES = 1_000_000, 1000
+NUM_FILES = 1_000_000
+NUM_CLASSES = 1000
 
 
 def time_index(root: Path, cache_dir: Path) -> tuple[float, float]:
-    """Return the seconds until this process has the index of `root`, and by how many MB its memory grew."""
-    began, before = time.perf_counter(), peak_memory_mb(CPU)
+    """Return the seconds until this process has the index of `root`, and by how many MB its memory
+    grew.
+    """
+    began = time.perf_counter()
+    before = peak_memory_mb(CPU)
     index = load_index(root, cache_dir)
     assert len(index) == NUM_FILES
     return time.perf_counter() - began, peak_memory_mb(CPU) - before
@@ -117,7 +148,9 @@ def time_index(root: Path, cache_dir: Path) -> tuple[float, float]:
 @pytest.mark.fault("no fault: a folder of a million files is scanned, and found again")
 @pytest.mark.timeout(900)
 def test_a_million_files_are_scanned_once(tmp_path: Path) -> None:
-    with memory_disk(tmp_path / "disk", f"size=64m,nr_inodes={NUM_FILES + 10_000}") as root:  # a disk would slow others
+    with memory_disk(
+        tmp_path / "disk", f"size=64m,nr_inodes={NUM_FILES + 10_000}"
+    ) as root:  # a disk would slow others
         for number in range(NUM_CLASSES):
             folder = root / f"class-{number:04d}"
             folder.mkdir()
@@ -127,7 +160,10 @@ def test_a_million_files_are_scanned_once(tmp_path: Path) -> None:
         with forkserver().Pool(1, maxtasksperchild=1) as pool:
             scan_seconds, scan_mb = pool.apply(time_index, (root, tmp_path / "cache"))
             load_seconds, load_mb = pool.apply(time_index, (root, tmp_path / "cache"))
-    print(f"scan {scan_seconds:.1f} s, {scan_mb:.0f} MB; from the file {load_seconds:.2f} s, {load_mb:.0f} MB")
+    print(
+        f"scan {scan_seconds:.1f} s, {scan_mb:.0f} MB; from the file {load_seconds:.2f} s,"
+        f" {load_mb:.0f} MB"
+    )
     assert scan_seconds < 60
     assert load_seconds < max(1, scan_seconds / 10)  # 0.14 and 11.5 s on a quiet machine
     assert load_mb < 200

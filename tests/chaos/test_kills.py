@@ -1,4 +1,6 @@
-"""Law 3 under fire: killed at random moments again and again, a run ends bitwise as if it had been left alone."""
+"""Law 3 under fire: killed at random moments again and again, a run ends bitwise as if it had been
+left alone.
+"""
 
 import os
 import random
@@ -10,7 +12,16 @@ from pathlib import Path
 import pytest
 from conftest import trials
 from processes import clean_environment, torchrun, wait_for
-from runs import TINY, assert_bitwise, compose, kill_in_training, newest_step, records, train_on, trained_state
+from runs import (
+    TINY,
+    assert_bitwise,
+    compose,
+    kill_in_training,
+    newest_step,
+    records,
+    train_on,
+    trained_state,
+)
 
 from ddp_trainer.commands.verify import find_damage
 
@@ -23,23 +34,32 @@ def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
     train_on(ranks, *LONG, f"output_dir={folder}", "name=alone", deadline=300)
     assert_bitwise(trained_state(folder / "alone"), trained_state(run_dir))
     assert not any(find_damage(run_dir).values())
-    digests = [[record["samples/digest"] for record in records(run, "samples/digest")]
-               for run in (run_dir, folder / "alone")]  # fmt: skip
+    digests = [
+        [record["samples/digest"] for record in records(run, "samples/digest")]
+        for run in (run_dir, folder / "alone")
+    ]
     assert digests[0] == digests[1]
 
 
 @pytest.mark.fault("SIGKILL of a random rank under --max-restarts", times=KILLS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.timeout(600)
-def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tmp_path: Path) -> None:
-    run_dir, chance = tmp_path / "run", random.Random(ranks)
+def test_random_ranks_killed_at_random_moments_under_max_restarts(
+    ranks: int, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    chance = random.Random(ranks)
     command = [*torchrun(ranks, f"--max-restarts={KILLS}"), "-m", "ddp_trainer", *LONG]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen(
             [*command, f"output_dir={tmp_path}", "name=run"],
-            env=clean_environment(), stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    killed, children = 0, Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+            env=clean_environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    killed = 0
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     while killed < KILLS:
         before = newest_step(run_dir)
         wait_for(lambda: newest_step(run_dir) > before or agent.poll() is not None)  # noqa: B023 - called at once
@@ -60,7 +80,8 @@ def test_random_ranks_killed_at_random_moments_under_max_restarts(ranks: int, tm
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.timeout(600)
 def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
-    run_dir, chance = tmp_path / "run", random.Random(ranks)
+    run_dir = tmp_path / "run"
+    chance = random.Random(ranks)
     overrides = (*LONG, f"output_dir={tmp_path}", "name=run")
     for _ in range(KILLS):
         kill_in_training(ranks, compose(*overrides), run_dir, after=chance.uniform(0, 0.3))

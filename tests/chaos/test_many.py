@@ -7,13 +7,16 @@ from conftest import trials
 from processes import launch
 from runs import TINY, read_summary
 
-LAUNCHES, RANKS = trials(10), max(16, trials(32))
+LAUNCHES = trials(10)
+RANKS = max(16, trials(32))
 
 
 @pytest.mark.fault("no fault: two ranks launched, and each exits with 0", times=LAUNCHES)
 @pytest.mark.timeout(60 * LAUNCHES)
 def test_launches_in_a_row_exit_0(tmp_path: Path) -> None:
-    codes = [launch(*TINY, f"output_dir={tmp_path}", f"name={n}", ranks=2).code for n in range(LAUNCHES)]
+    codes = [
+        launch(*TINY, f"output_dir={tmp_path}", f"name={n}", ranks=2).code for n in range(LAUNCHES)
+    ]
     assert codes == [0] * LAUNCHES
 
 
@@ -21,7 +24,14 @@ def test_launches_in_a_row_exit_0(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_many_ranks_train_and_exit_0(tmp_path: Path) -> None:
     """32 ranks need 13 GB: a rank costs about 390 MB of its own memory."""
-    overrides = ("model=lenet", "data=digits", "precision=fp32", "max_steps=3", f"output_dir={tmp_path}", "name=many")
+    overrides = (
+        "model=lenet",
+        "data=digits",
+        "precision=fp32",
+        "max_steps=3",
+        f"output_dir={tmp_path}",
+        "name=many",
+    )
     done = launch(*overrides, ranks=RANKS, deadline=500)
     assert done.code == 0, done.output
     summary = read_summary(tmp_path / "many")

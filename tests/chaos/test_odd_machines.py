@@ -18,8 +18,12 @@ PYTHON = [sys.executable, "-m", "ddp_trainer"]
 EPOCHS = 150
 
 
-def disturbed(command: list[str], disturb: Callable[[int, Path], object], tmp_path: Path) -> tuple[int, str]:
-    """Start a job, call ``disturb(pid, run_dir)`` after its first checkpoint; return its exit code and output."""
+def disturbed(
+    command: list[str], disturb: Callable[[int, Path], object], tmp_path: Path
+) -> tuple[int, str]:
+    """Start a job, call ``disturb(pid, run_dir)`` after its first checkpoint; return its exit code
+    and output.
+    """
     run_dir = tmp_path / "run"
     words = [*TINY, f"epochs={EPOCHS}", f"output_dir={tmp_path}", "name=run"]
     with start_command([*command, *words], NPROC="2", PYTHON=sys.executable) as job:
@@ -37,7 +41,9 @@ def hang_up(pid: int, run_dir: Path) -> None:
 
 
 @pytest.mark.fault("a terminal closed in training (SIGHUP)")
-@pytest.mark.parametrize("command", [PYTHON, [str(ROOT / "launch/local.sh")]], ids=["python", "local.sh"])
+@pytest.mark.parametrize(
+    "command", [PYTHON, [str(ROOT / "launch/local.sh")]], ids=["python", "local.sh"]
+)
 def test_a_terminal_that_is_closed_ends_no_training(command: list[str], tmp_path: Path) -> None:
     code, output = disturbed(command, hang_up, tmp_path)
     assert code == 0, output
@@ -55,7 +61,8 @@ def test_a_terminal_that_is_closed_stops_plain_torchrun_with_a_checkpoint(tmp_pa
 @pytest.mark.fault("rm -rf of a run directory in training")
 def test_a_run_directory_that_is_deleted_ends_no_training(tmp_path: Path) -> None:
     def delete(pid: int, run_dir: Path) -> None:
-        shutil.rmtree(run_dir.rename(tmp_path / "trash"))  # else files appear while others are deleted
+        # else files appear while others are deleted
+        shutil.rmtree(run_dir.rename(tmp_path / "trash"))
 
     code, output = disturbed(PYTHON, delete, tmp_path)
     assert code == 0, output
@@ -90,7 +97,9 @@ def test_a_clock_that_is_set_back_and_many_files_change_nothing(tmp_path: Path) 
     done = run_command(["faketime", "-f", "-1h", *PYTHON, *words])
     assert done.code == 0, done.output
     assert "step 9)" in done.output, "resumed from the newest step"
-    assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(range(1, 17))
+    assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(
+        range(1, 17)
+    )
 
 
 @pytest.mark.fault("a user without home, in a folder with spaces and a newline")
@@ -98,6 +107,8 @@ def test_a_user_without_home_and_name_trains_in_a_folder_with_an_odd_name(tmp_pa
     folder = tmp_path / "a b\nc'd"
     folder.mkdir()
     nobody = ["unshare", "--user", "--map-user=54321", "env", "--unset=HOME", "--unset=USER"]
-    done = run_command([*nobody, *PYTHON, *TINY, "max_steps=2", "output_dir=.", "name=run"], cwd=folder)
+    done = run_command(
+        [*nobody, *PYTHON, *TINY, "max_steps=2", "output_dir=.", "name=run"], cwd=folder
+    )
     assert done.code == 0, done.output
     assert read_summary(folder / "run")["steps"] == 2

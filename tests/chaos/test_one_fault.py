@@ -41,7 +41,10 @@ def test_an_exception_ends_the_job_and_is_reported_once(tmp_path: Path) -> None:
     assert "rank 1 on" in text
     assert "forward after step 5" in text or "data after step 5" in text
     assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step-0000000'}" in text
-    assert re.search(r"to continue: torchrun --nproc_per_node=3 --master-port=\d+ -m ddp_trainer model=lenet", text)
+    assert re.search(
+        r"to continue: torchrun --nproc_per_node=3 --master-port=\d+ -m ddp_trainer model=lenet",
+        text,
+    )
     assert "boom in the worker" in (tmp_path / "run/failure.log").read_text()
 
 
@@ -55,7 +58,10 @@ def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(fault: str, tmp_path
     assert "rank 1 on" in text
     assert "was lost (killed, perhaps by the kernel because memory was full), last seen in" in text
     assert f"last good checkpoint: the newest in {tmp_path / 'run/checkpoints'}" in text
-    assert re.search(r"to continue: torchrun --nproc_per_node=2 --master-port=\d+ -m ddp_trainer model=lenet", text)
+    assert re.search(
+        r"to continue: torchrun --nproc_per_node=2 --master-port=\d+ -m ddp_trainer model=lenet",
+        text,
+    )
     train_on(2, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2")
 
 
@@ -78,14 +84,23 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path:
     assert all(value.isfinite().all() for value in state["model"].values())
 
 
-@pytest.mark.parametrize("step", [0, 5])  # before the first update momentum is uninitialized memory unless it is set
+# before the first update momentum is uninitialized memory unless it is set
+@pytest.mark.parametrize("step", [0, 5])
 @pytest.mark.parametrize(  # with BatchNorm, whose statistics are affected too
-    "words", [(), BATCHNORM, (*BATCHNORM, "precision=fp16")], ids=["lenet", "batchnorm", "batchnorm-fp16"]
+    "words",
+    [(), BATCHNORM, (*BATCHNORM, "precision=fp16")],
+    ids=["lenet", "batchnorm", "batchnorm-fp16"],
 )
-def test_updates_that_are_not_finite_can_be_skipped(step: int, words: tuple[str, ...], tmp_path: Path) -> None:
-    done = launch_faulty(f"nan:1:{step}", tmp_path, "on_nonfinite=skip", "deterministic=true", *words)
+def test_updates_that_are_not_finite_can_be_skipped(
+    step: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = launch_faulty(
+        f"nan:1:{step}", tmp_path, "on_nonfinite=skip", "deterministic=true", *words
+    )
     assert done.code == 0, done.output
-    assert all(value.isfinite().all() for value in newest_checkpoint(tmp_path / "run")["model"].values())
+    assert all(
+        value.isfinite().all() for value in newest_checkpoint(tmp_path / "run")["model"].values()
+    )
 
 
 @pytest.mark.fault("a bit flipped in one rank's weights")
@@ -93,13 +108,17 @@ def test_a_flipped_bit_in_one_replica_is_found_at_the_next_save(tmp_path: Path) 
     done = launch_faulty("flip:2:3", tmp_path, ranks=3)
     assert done.code == 1
     assert "rank 2 holds other parameters than the rest" in done.output
-    assert re.search(r"rank \d on \S+ and all other ranks stopped, in \w+ after step \d", done.output), done.output
+    assert re.search(
+        r"rank \d on \S+ and all other ranks stopped, in \w+ after step \d", done.output
+    ), done.output
     assert newest_checkpoint(tmp_path / "run")["step"] == 2
 
 
 @pytest.mark.fault("SIGTERM at the start, in training, evaluation or a save")
 @pytest.mark.parametrize("where", ["start", "5", "evaluation", "save"])
-def test_a_term_signal_stops_gracefully_and_the_same_command_resumes(where: str, tmp_path: Path) -> None:
+def test_a_term_signal_stops_gracefully_and_the_same_command_resumes(
+    where: str, tmp_path: Path
+) -> None:
     done = launch_faulty(f"terminate:{0 if where == 'save' else 1}:{where}", tmp_path, "epochs=200")
     assert done.code == 0, done.output
     assert "stopped at step" in done.output
@@ -127,7 +146,11 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     command = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}"]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen(
-            [*command, "name=run"], env=clean_environment(), stdout=log, stderr=log, start_new_session=True
+            [*command, "name=run"],
+            env=clean_environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -145,8 +168,18 @@ def is_alive(pid: int) -> bool:
 
 
 def test_two_interrupts_at_once_stop_now(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
-    process = subprocess.Popen(command, env=clean_environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_trainer",
+        *TINY,
+        "epochs=100000",
+        f"output_dir={tmp_path}",
+        "name=run",
+    ]
+    process = subprocess.Popen(
+        command, env=clean_environment(), stdout=subprocess.DEVNULL, start_new_session=True
+    )
     wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGINT)

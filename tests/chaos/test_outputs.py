@@ -1,4 +1,6 @@
-"""Outputs for people and programs: training continues where they cannot be written, or are damaged."""
+"""Outputs for people and programs: training continues where they cannot be written, or are
+damaged.
+"""
 
 import os
 import pty
@@ -25,10 +27,16 @@ LOST_STDOUT = {
 
 
 @pytest.mark.fault("stdout lost: closed, full, a pipe without reader, ASCII")
-@pytest.mark.parametrize("command", [PYTHON, " ".join([*torchrun(2), "-m ddp_trainer"])], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "command", [PYTHON, " ".join([*torchrun(2), "-m ddp_trainer"])], ids=["python", "torchrun"]
+)
 @pytest.mark.parametrize("way", LOST_STDOUT)
 def test_a_lost_stdout_ends_no_training(way: str, command: str, tmp_path: Path) -> None:
-    words = " ".join([command, *TINY, f"output_dir={tmp_path}", "name=run"]).replace("[", "'[").replace("]", "]'")
+    words = (
+        " ".join([command, *TINY, f"output_dir={tmp_path}", "name=run"])
+        .replace("[", "'[")
+        .replace("]", "]'")
+    )
     done = run_command(["bash", "-c", LOST_STDOUT[way].format(words)], LC_ALL="C.UTF-8")
     assert done.code == 0, done.output
     assert read_summary(tmp_path / "run")["status"] == "finished"
@@ -39,7 +47,9 @@ def test_a_lost_stdout_ends_no_training(way: str, command: str, tmp_path: Path) 
 def test_a_terminal_that_is_gone_ends_no_training(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     words = [*PYTHON.split(), *TINY, "epochs=60", f"output_dir={tmp_path}", "name=run"]
-    with subprocess.Popen(words, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs) as job:
+    with subprocess.Popen(
+        words, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs
+    ) as job:
         wait_for(lambda: newest_step(tmp_path / "run") > 0)
         os.close(theirs)
         os.close(ours)
@@ -49,9 +59,17 @@ def test_a_terminal_that_is_gone_ends_no_training(tmp_path: Path) -> None:
 
 @pytest.mark.fault("a disk filled to the last byte in training")
 def test_a_disk_filled_to_the_last_byte_ends_no_training(small_disk: Path) -> None:
-    run_dir, ballast = small_disk / "run", small_disk / "ballast"
-    words = (*TINY, f"output_dir={small_disk}", "name=run", "log_every_steps=1", "checkpoint.keep_last=1")
-    command, told = [*torchrun(2), "-m", "ddp_trainer", *words, "epochs=100"], small_disk.with_name("output")
+    run_dir = small_disk / "run"
+    ballast = small_disk / "ballast"
+    words = (
+        *TINY,
+        f"output_dir={small_disk}",
+        "name=run",
+        "log_every_steps=1",
+        "checkpoint.keep_last=1",
+    )
+    command = [*torchrun(2), "-m", "ddp_trainer", *words, "epochs=100"]
+    told = small_disk.with_name("output")
     with (
         open(told, "w") as output,
         subprocess.Popen(command, env=clean_environment(), stdout=output, stderr=output) as job,
@@ -97,7 +115,9 @@ def test_a_kill_before_the_first_checkpoint_doubles_no_point(tmp_path: Path) -> 
     run_command([sys.executable, FAULTY, *words], FAULT="kill:0:5")
     assert newest_step(tmp_path / "run") == 0
     succeed(*words)
-    assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(range(1, 17))
+    assert [record["step"] for record in records(tmp_path / "run", "train/loss")] == list(
+        range(1, 17)
+    )
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 17))
 

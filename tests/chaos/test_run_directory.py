@@ -1,4 +1,6 @@
-"""Damaged or other files in a run directory and in the data: nothing good is lost, and no other data is used."""
+"""Damaged or other files in a run directory and in the data: nothing good is lost, and no other
+data is used.
+"""
 
 import errno
 import fcntl
@@ -12,8 +14,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import forkserver, launch, on_ranks, run_command, start_command, succeed, torchrun, wait_for
-from runs import TINY, compose, newest_checkpoint, newest_step, read_summary, records, train, train_on
+from processes import (
+    forkserver,
+    launch,
+    on_ranks,
+    run_command,
+    start_command,
+    succeed,
+    torchrun,
+    wait_for,
+)
+from runs import (
+    TINY,
+    compose,
+    newest_checkpoint,
+    newest_step,
+    read_summary,
+    records,
+    train,
+    train_on,
+)
 
 from ddp_trainer.checkpoint.file import State, read_state, write_file
 from ddp_trainer.config.errors import ConfigError, TransientError
@@ -29,9 +49,17 @@ def checkpoints(run_dir: Path) -> list[str]:
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("the newest checkpoint damaged, the best one copied to an older step, then a kill")
+@pytest.mark.fault(
+    "the newest checkpoint damaged, the best one copied to an older step, then a kill"
+)
 def test_retention_keeps_what_is_good(tmp_path: Path) -> None:
-    words = (*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", "checkpoint.keep_last=1")
+    words = (
+        *TINY,
+        f"output_dir={tmp_path}",
+        "name=run",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep_last=1",
+    )
     train_on(1, *words, "max_steps=12")
     newest = tmp_path / "run/checkpoints/step-00000012.pt"
     damaged = bytearray(newest.read_bytes())
@@ -64,7 +92,11 @@ def write_best_for_ever(folder: Path, step: int) -> None:
     while True:
         step += 1
         path = folder / f"step-{step % 2}.pt"
-        write_file(path, {"step": step, "epoch": 0, "model": {"weight": np.zeros(9).tolist()}}, also=folder / "best.pt")
+        write_file(
+            path,
+            {"step": step, "epoch": 0, "model": {"weight": np.zeros(9).tolist()}},
+            also=folder / "best.pt",
+        )
 
 
 def without(key: str) -> Callable[[State], State]:
@@ -91,7 +123,10 @@ def test_a_checkpoint_with_other_content_is_one_error(content: str, tmp_path: Pa
     write_file(path, CONTENTS[content](read_state(path)))
     done = launch(*words)
     [line] = [line for line in done.output.splitlines() if line.startswith("error: ")]
-    assert (done.code, line.startswith(f"error: {path} holds something else than the state of this run (")) == (2, True)
+    assert (
+        done.code,
+        line.startswith(f"error: {path} holds something else than the state of this run ("),
+    ) == (2, True)
     assert "Traceback" not in done.output
 
 
@@ -139,7 +174,13 @@ def test_a_lock_that_cannot_be_had_is_no_mistake_of_the_user(tmp_path: Path, mon
 
 @pytest.mark.fault("SIGKILL of a rank with resume=never and --max-restarts")
 def test_a_restart_resumes_although_resume_is_never(tmp_path: Path) -> None:
-    words = [*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", "resume=never"]
+    words = [
+        *TINY,
+        f"output_dir={tmp_path}",
+        "name=run",
+        "checkpoint.every_steps=2",
+        "resume=never",
+    ]
     done = run_command([*torchrun(2, "--max-restarts=2"), FAULTY, *words], FAULT="kill:1:5:once")
     assert done.code == 0, done.output
     assert "step-00000004.pt (epoch" in done.output, "resumed"
@@ -149,11 +190,18 @@ def test_a_restart_resumes_although_resume_is_never(tmp_path: Path) -> None:
 
 @pytest.mark.fault("SIGTERM to a sweep in one process group")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(ranks: int, tmp_path: Path) -> None:
+def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(
+    ranks: int, tmp_path: Path
+) -> None:
     words = ["--multirun", *TINY, "seed=0,1", f"output_dir={tmp_path}", "name=run", "epochs=100"]
     command = [sys.executable] if ranks == 1 else torchrun(2)
     with start_command([*command, "-m", "ddp_trainer", *words]) as sweep:
-        wait_for(lambda: list(tmp_path.glob("run/*seed=0*/checkpoints/step-*.pt")) or sweep.poll() is not None)
+        wait_for(
+            lambda: (
+                list(tmp_path.glob("run/*seed=0*/checkpoints/step-*.pt"))
+                or sweep.poll() is not None
+            )
+        )
         children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
         os.kill(sweep.pid if ranks == 1 else int(children[0]), signal.SIGTERM)
         output, _ = sweep.communicate(timeout=60)
@@ -168,7 +216,14 @@ def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(ranks: int, t
 
 @pytest.mark.fault("SIGTERM within a period of local_sgd")
 def test_local_sgd_stops_within_its_period(tmp_path: Path) -> None:
-    words = [*TINY, f"output_dir={tmp_path}", "name=run", "sync=local_sgd", "sync.every_steps=1000", "epochs=40"]
+    words = [
+        *TINY,
+        f"output_dir={tmp_path}",
+        "name=run",
+        "sync=local_sgd",
+        "sync.every_steps=1000",
+        "epochs=40",
+    ]
     words += ["data.num_train=1200"]
     done = run_command([*torchrun(2), FAULTY, *words], FAULT="terminate:1:5")
     assert done.code == 0, done.output
@@ -188,11 +243,22 @@ def write_images(folder: Path, *, count: int, seed: int) -> None:
         header = bytes([0, 0, 8, 3]) + np.array(images.shape, dtype=">i4").tobytes()
         (folder / f"{split}-images-idx3-ubyte").write_bytes(header + images.tobytes())
         labels = bytes(range(10)) * (number // 10)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1]) + len(labels).to_bytes(4) + labels)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(
+            bytes([0, 0, 8, 1]) + len(labels).to_bytes(4) + labels
+        )
 
 
-OWN_DATA = ("model=lenet", "data=fashion_mnist", "data.root=data", "data.mean=[0.5]", "data.std=[0.5]",
-            "data.augment.random_crop_padding=0", "precision=fp32", "global_batch_size=20", "epochs=2")  # fmt: skip
+OWN_DATA = (
+    "model=lenet",
+    "data=fashion_mnist",
+    "data.root=data",
+    "data.mean=[0.5]",
+    "data.std=[0.5]",
+    "data.augment.random_crop_padding=0",
+    "precision=fp32",
+    "global_batch_size=20",
+    "epochs=2",
+)
 
 
 def train_with_own_data(folder: str) -> str:

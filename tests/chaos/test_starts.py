@@ -1,4 +1,6 @@
-"""Starts that go wrong: wrong variables, an interrupt, a rank that never comes, too little memory."""
+"""Starts that go wrong: wrong variables, an interrupt, a rank that never comes, too little
+memory.
+"""
 
 import os
 import signal
@@ -26,7 +28,9 @@ WRONG_VARIABLES = {
     "multinode.sh NODE_RANK=-1": "NNODES=1 (or MIN:MAX, from 1), NODE_RANK=-1",
     "multinode.sh NODE_RANK=1": "node_rank=1 must be 0 to 0",
     "multinode.sh PORT=99999": "port=99999 must be 1 to 65535",
-    "multinode.sh MAX_RESTARTS=abc": "NNODES=1 (or MIN:MAX, from 1), NODE_RANK=0, PORT=29400 and MAX_RESTARTS=abc",
+    "multinode.sh MAX_RESTARTS=abc": (
+        "NNODES=1 (or MIN:MAX, from 1), NODE_RANK=0, PORT=29400 and MAX_RESTARTS=abc"
+    ),
     "multinode.sh JOIN_SECONDS=abc": "timeout=abc must be a number",
     "multinode.sh HEAD=no-such-host.invalid": "head 'no-such-host.invalid' does not resolve",
     "multinode.sh HOSTS=,, NODE_RANK=": "HOSTS=,, must name at least one host",
@@ -58,7 +62,11 @@ def test_an_interrupt_at_the_start_is_no_traceback(ranks: int, tmp_path: Path) -
     words = ["-m", "ddp_trainer", *TINY, f"output_dir={tmp_path}", "name=run", "epochs=100000"]
     with start_command([*command, *words]) as job:
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
-        wait_for(lambda: len(children.read_text().split()) == ranks if ranks > 1 else imports_torch(job.pid))
+        wait_for(
+            lambda: (
+                len(children.read_text().split()) == ranks if ranks > 1 else imports_torch(job.pid)
+            )
+        )
         if ranks > 1:
             wait_for(lambda: imports_torch(int(children.read_text().split()[-1])))
         os.killpg(job.pid, signal.SIGINT)
@@ -78,7 +86,9 @@ def test_a_rank_that_never_joins_is_named(tmp_path: Path) -> None:
 
 @contextmanager
 def memory_limit(name: str, megabytes: int) -> Iterator[Callable[[list[str]], list[str]]]:
-    """Yield a function that returns a command with a limit on the memory of all its processes, by a control group."""
+    """Yield a function that returns a command with a limit on the memory of all its processes, by a
+    control group.
+    """
     v1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
     group = (v1.parent if v1.exists() else Path("/sys/fs/cgroup")) / name
     try:
@@ -87,7 +97,13 @@ def memory_limit(name: str, megabytes: int) -> Iterator[Callable[[list[str]], li
         pytest.skip("needs the right to make control groups (root)")
     (group / (v1.name if v1.exists() else "memory.max")).write_text(str(megabytes * 2**20))
     try:
-        yield lambda command: ["bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash", *command]
+        yield lambda command: [
+            "bash",
+            "-c",
+            f'echo $$ > {group}/cgroup.procs; exec "$@"',
+            "bash",
+            *command,
+        ]
     finally:
         wait_for(lambda: not (group / "cgroup.procs").read_text(), seconds=20)
         group.rmdir()
@@ -99,7 +115,9 @@ def test_too_little_memory_ends_the_job_which_can_be_resumed(where: str, tmp_pat
     words = [*TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2"]
     rank = 0 if where == "save" else 1
     with memory_limit(f"ddp_trainer-{os.getpid()}", 2000) as limited:
-        done = run_command(limited([*torchrun(2), FAULTY, *words]), FAULT=f"memory:{rank}:{where}", deadline=150)
+        done = run_command(
+            limited([*torchrun(2), FAULTY, *words]), FAULT=f"memory:{rank}:{where}", deadline=150
+        )
     assert done.code == 1, done.output
     assert "SIGKILL" in done.output or "Signal 9" in done.output, done.output
     succeed(*words, ranks=2)

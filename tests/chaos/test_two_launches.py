@@ -1,4 +1,6 @@
-"""Two launches and more in one run directory: one wins, whatever they ask for and in whatever order they come."""
+"""Two launches and more in one run directory: one wins, whatever they ask for and in whatever order
+they come.
+"""
 
 import random
 import time
@@ -15,15 +17,21 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Resume
 
-TRIALS, LAUNCHES = trials(200), 3
+TRIALS = trials(200)
+LAUNCHES = 3
 
 
 def launch_again_and_again(number: int, folder: Path, barrier: Any, results: Any) -> None:
-    """Try to get each trial's directory at the same time as the other processes; report who has got it."""
+    """Try to get each trial's directory at the same time as the other processes; report who has got
+    it.
+    """
     run_dirs.LOCK_SECONDS = 0.05
-    config, rng = to_builtins(compose()), random.Random(number)
+    config = to_builtins(compose())
+    rng = random.Random(number)
     for trial in range(TRIALS):
-        run_dir, resume, delay = folder / str(trial), rng.choice(list(Resume)), rng.random() / 100
+        run_dir = folder / str(trial)
+        resume = rng.choice(list(Resume))
+        delay = rng.random() / 100
         barrier.wait()
         time.sleep(delay)
         try:
@@ -39,7 +47,8 @@ def launch_again_and_again(number: int, folder: Path, barrier: Any, results: Any
 @pytest.mark.fault("three launches at once in one directory", times=TRIALS)
 def test_one_of_several_launches_in_a_directory_wins(tmp_path: Path) -> None:
     context = forkserver()
-    barrier, results = context.Barrier(LAUNCHES, timeout=60), context.Queue()
+    barrier = context.Barrier(LAUNCHES, timeout=60)
+    results = context.Queue()
     for trial in range(0, TRIALS, 2):  # in every other there is something to rename, or to resume
         (tmp_path / str(trial) / "checkpoints").mkdir(parents=True)
         (tmp_path / str(trial) / "checkpoints" / "step-0.pt").touch()
@@ -49,7 +58,8 @@ def test_one_of_several_launches_in_a_directory_wins(tmp_path: Path) -> None:
     ]
     for process in processes:
         process.start()
-    winners = [results.get(timeout=120)[0] for _ in range(TRIALS - 4)]  # in a few all ask for resume=must of nothing
+    # in a few all ask for resume=must of nothing
+    winners = [results.get(timeout=120)[0] for _ in range(TRIALS - 4)]
     for process in processes:
         process.join(timeout=60)
     while not results.empty():

@@ -1,4 +1,6 @@
-"""A plug-in that makes the ranks of one SLURM node, FLAKY_NODE, compute wrong gradients from step 5 on."""
+"""A plug-in that makes the ranks of one SLURM node, FLAKY_NODE, compute wrong gradients from step 5
+on.
+"""
 
 import os
 
@@ -11,7 +13,9 @@ take_step = TrainStep.__call__
 
 def flaky_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
     if self.count == 5:
-        weight = next(module.weight for module in self.model.modules() if isinstance(module, nn.Linear))
+        weight = next(
+            module.weight for module in self.model.modules() if isinstance(module, nn.Linear)
+        )
         weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
     return take_step(self, images, labels)
 

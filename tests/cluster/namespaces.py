@@ -1,4 +1,6 @@
-"""Hosts on one machine: network namespaces with addresses, names and a switch of their own, joined by cables."""
+"""Hosts on one machine: network namespaces with addresses, names and a switch of their own, joined
+by cables.
+"""
 
 import os
 import shlex
@@ -23,10 +25,12 @@ def can_make_hosts() -> bool:
 
 
 class Hosts:
-    """`count` hosts, node0 10.83.0.1 and so on, on one switch; each link is shaped to `rate` (as tc says) if given.
+    """`count` hosts, node0 10.83.0.1 and so on, on one switch; each link is shaped to `rate` (as tc
+    says) if given.
 
-    A host has its own interfaces (eth0), /etc/hosts and host name; files and processes are this machine's. Use as a
-    context manager: leaving it ends every process on the hosts and removes all that was made.
+    A host has its own interfaces (eth0), /etc/hosts and host name; files and processes are this
+    machine's. Use as a context manager: leaving it ends every process on the hosts and removes all
+    that was made.
     """
 
     def __init__(self, count: int, *, rate: str | None = None) -> None:
@@ -55,7 +59,19 @@ class Hosts:
             namespace = self._namespace(name)
             ip("netns", "add", namespace)
             ip("-n", namespace, "link", "set", "lo", "up")
-            ip("-n", namespace, "link", "add", "eth0", "type", "veth", "peer", name, "netns", switch)
+            ip(
+                "-n",
+                namespace,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                name,
+                "netns",
+                switch,
+            )
             ip("-n", switch, "link", "set", name, "master", "br0", "up")
             ip("-n", namespace, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
             ip("-n", namespace, "link", "set", "eth0", "up")
@@ -65,13 +81,19 @@ class Hosts:
             self.know(number, {other: self.address(i) for i, other in enumerate(self.names)})
 
     def close(self) -> None:
-        """End all processes on the hosts and remove the namespaces, their cables and their files."""
+        """End all processes on the hosts and remove the namespaces, their cables and their
+        files.
+        """
         for number in range(len(self.names)):
             self.kill(number)
         for process in self._started:
             process.wait()
         for name in ("switch", *self.names):
-            subprocess.run(["ip", "netns", "delete", self._namespace(name)], stderr=subprocess.DEVNULL, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", self._namespace(name)],
+                stderr=subprocess.DEVNULL,
+                check=False,
+            )
             shutil.rmtree(self._etc(name), ignore_errors=True)
         with suppress(OSError):
             Path("/etc/netns").rmdir()  # fails while others use it
@@ -91,7 +113,9 @@ class Hosts:
         """Let a host know these names (and localhost), and no other."""
         folder = self._etc(self.names[number])
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()]
+        lines = [
+            f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **names}.items()
+        ]
         (folder / "hosts").write_text("".join(lines))
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # where nobody answers
 
@@ -101,14 +125,22 @@ class Hosts:
         enter = ["ip", "netns", "exec", self._namespace(name), "unshare", "--uts"]
         return [*enter, "sh", "-c", 'hostname "$0" && exec "$@"', name]
 
-    def start(self, number: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
+    def start(
+        self, number: int, command: list[str], log: Path, **variables: str
+    ) -> subprocess.Popen:
         """Start `command` on a host, with both its outputs appended to `log`."""
         with open(log, "a") as file:
             process = subprocess.Popen(
-                [*self.words(number), *command], cwd=log.parent,
-                env=clean_environment(**({"PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)} | variables)),
-                stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-            )  # fmt: skip
+                [*self.words(number), *command],
+                cwd=log.parent,
+                env=clean_environment(
+                    **({"PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)} | variables)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
         self._started.append(process)
         return process
 
@@ -119,7 +151,10 @@ class Hosts:
     def processes(self, number: int) -> list[int]:
         """Return the ids of the processes on a host."""
         listing = subprocess.run(
-            ["ip", "netns", "pids", self._namespace(self.names[number])], capture_output=True, text=True, check=False
+            ["ip", "netns", "pids", self._namespace(self.names[number])],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return [int(word) for word in listing.stdout.split()]
 
@@ -132,7 +167,9 @@ class Hosts:
             time.sleep(0.05)
 
     def cut(self, number: int) -> None:
-        """Cut a host's power: its link goes down before its processes do, so that no peer is notified."""
+        """Cut a host's power: its link goes down before its processes do, so that no peer is
+        notified.
+        """
         self.on(number, "ip link set eth0 down")
         self.kill(number)
 
@@ -141,10 +178,13 @@ class Hosts:
         self.on(number, "ip link set eth0 up")
 
     def ssh(self, folder: Path) -> Path:
-        """Write a command that, as ssh does, takes a host and words that the host's shell parses again."""
+        """Write a command that, as ssh does, takes a host and words that the host's shell parses
+        again.
+        """
         script = folder / "ssh"
         cases = "\n".join(
-            f'{name}) exec {shlex.join(self.words(number))} sh -c "$*" ;;' for number, name in enumerate(self.names)
+            f'{name}) exec {shlex.join(self.words(number))} sh -c "$*" ;;'
+            for number, name in enumerate(self.names)
         )
         script.write_text(f"#!/bin/sh\nhost=$1\nshift\ncase $host in\n{cases}\nesac\nexit 255\n")
         script.chmod(0o755)

@@ -1,6 +1,8 @@
-"""In place of Python on the nodes: the node check of one node, SLOW_NODE, runs for four fifths of the time.
+"""In place of Python on the nodes: the node check of one node, SLOW_NODE, runs for four fifths of
+the time.
 
-Each node has a core of its own for its check, because the nodes of the test cluster share a machine.
+Each node has a core of its own for its check, because the nodes of the test cluster share a
+machine.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""A real SLURM cluster on this host: a controller, a munge daemon and a few nodes, for as long as a test session."""
+"""A real SLURM cluster on this host: a controller, a munge daemon and a few nodes, for as long as a
+test session.
+"""
 
 import os
 import re
@@ -17,7 +19,16 @@ import pytest
 from processes import clean_environment, processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "mount")
-FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+FINAL = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+}
 SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -56,10 +67,11 @@ NODE = "NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=
 
 
 class SlurmCluster:
-    """`size` nodes of 4 CPUs and 2 GPUs (counted by SLURM, there or not), tracked by cgroup as in production.
+    """`size` nodes of 4 CPUs and 2 GPUs (counted by SLURM, there or not), tracked by cgroup as in
+    production.
 
-    Partition ``main`` is the default; a job in ``urgent`` preempts what runs there. Nothing of it outlives `stop`.
-    Job ids and node names are those of no other cluster on this host.
+    Partition ``main`` is the default; a job in ``urgent`` preempts what runs there. Nothing of it
+    outlives `stop`. Job ids and node names are those of no other cluster on this host.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -76,9 +88,12 @@ class SlurmCluster:
     def _write(self, port: int) -> None:
         host = socket.gethostname().partition(".")[0]
         nodes = [
-            NODE.format(name=name, host=host, port=own) for name, own in zip(self.nodes, self._node_ports, strict=True)
+            NODE.format(name=name, host=host, port=own)
+            for name, own in zip(self.nodes, self._node_ports, strict=True)
         ]
-        self.config.write_text(SLURM_CONF.format(host=host, port=port, folder=self.folder, nodes="\n".join(nodes)))
+        self.config.write_text(
+            SLURM_CONF.format(host=host, port=port, folder=self.folder, nodes="\n".join(nodes))
+        )
         (self.folder / "cgroup.conf").write_text(
             f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={self._cgroup.parent}\nCgroupAutomount=no\n"
         )
@@ -100,21 +115,34 @@ class SlurmCluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # --- daemons ------------------------------------------------------------------------------------
+    # --- daemons ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
         self._cgroup.mkdir(parents=True)
-        subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "freezer", self._cgroup], check=True)
-        self._start("munged", "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket",
-                    f"--key-file={self.folder}/munge.key", f"--pid-file={self.folder}/munged.pid",
-                    f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed")  # fmt: skip
+        subprocess.run(
+            ["mount", "-t", "cgroup", "-o", "freezer", "freezer", self._cgroup], check=True
+        )
+        self._start(
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.folder}/munge.socket",
+            f"--key-file={self.folder}/munge.key",
+            f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log",
+            f"--seed-file={self.folder}/munge.seed",
+        )
         until(lambda: (self.folder / "munge.socket").exists(), "munged has its socket")
         self._start("slurmctld", "slurmctld", "-D", "-f", str(self.config))
         until(lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers")
         for name in self.nodes:
             self.start_node(name)
-        until(lambda: all(self.node_state(name) == "IDLE" for name in self.nodes), "all nodes are idle")
+        until(
+            lambda: all(self.node_state(name) == "IDLE" for name in self.nodes),
+            "all nodes are idle",
+        )
 
     def start_node(self, name: str) -> None:
         """Start the slurmd of a node."""
@@ -123,12 +151,18 @@ class SlurmCluster:
     def _start(self, name: str, *command: str, **extra: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                command, env=clean_environment(**self.environment, **extra), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                command,
+                env=clean_environment(**self.environment, **extra),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def kill_node(self, name: str) -> None:
-        """End a node as a power cut does: SIGKILL for its slurmd and for all that it had started."""
+        """End a node as a power cut does: SIGKILL for its slurmd and for all that it had
+        started.
+        """
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
@@ -157,7 +191,9 @@ class SlurmCluster:
             subprocess.run(["umount", self._cgroup], check=True)
 
     def _kill_all(self, *variables: str) -> None:
-        """SIGKILL every process that has one of `variables` in its environment, and wait until it is gone."""
+        """SIGKILL every process that has one of `variables` in its environment, and wait until it
+        is gone.
+        """
 
         def kill() -> bool:
             victims = [pid for variable in variables for pid in processes_with(variable)]
@@ -168,31 +204,45 @@ class SlurmCluster:
 
         until(kill, "the killed processes are gone")
 
-    # --- jobs ---------------------------------------------------------------------------------------
+    # --- jobs -------------------------------------------------------------------------------------
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None, **extra: str) -> str:
-        """Return what a command of SLURM's printed; with `check`, fail the test unless it exits 0."""
+        """Return what a command of SLURM's printed; with `check`, fail the test unless it
+        exits 0.
+        """
         done = subprocess.run(
-            command, env=clean_environment(**self.environment, **extra), cwd=cwd, text=True, timeout=90,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command,
+            env=clean_environment(**self.environment, **extra),
+            cwd=cwd,
+            text=True,
+            timeout=90,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stdout}"
         return done.stdout.strip()
 
     def submit(self, *arguments: str, cwd: Path | None = None, **extra: str) -> int:
         """Hand a job to ``sbatch`` and return its id; `extra` is its environment's."""
         output = f"--output={self.folder}/output/%j.out"
-        return int(self.run("sbatch", "--parsable", output, *arguments, check=True, cwd=cwd, **extra))
+        return int(
+            self.run("sbatch", "--parsable", output, *arguments, check=True, cwd=cwd, **extra)
+        )
 
     def show(self, job_id: int) -> list[dict[str, str]]:
         """Return SLURM's records of a job: several for an array, which its id names as a whole."""
         text = self.run("scontrol", "show", "job", str(job_id))
-        records = [re.findall(r"(\S+?)=(\S*)", record) for record in re.split(r"\n\n(?=JobId=)", text)]
-        # The job's own arguments, which may be anything, stand in the middle: after all fields but the last few.
+        records = [
+            re.findall(r"(\S+?)=(\S*)", record) for record in re.split(r"\n\n(?=JobId=)", text)
+        ]
+        # The job's own arguments, which may be anything, stand in the middle: after all fields but
+        # the last few.
         return [dict(reversed(fields)) | {"StdOut": dict(fields)["StdOut"]} for fields in records]
 
     def wait(self, job_id: int, *, deadline: float = 180) -> str:
-        """Return the state in which a job ended, of an array the first that is not COMPLETED if there is one.
+        """Return the state in which a job ended, of an array the first that is not COMPLETED if
+        there is one.
 
         A requeued job would have to wait two minutes for its turn: it is let go at once.
         """
@@ -206,7 +256,12 @@ class SlurmCluster:
             states = [job["JobState"] for job in jobs]
             return all(map(self._is_over, jobs))
 
-        until(is_over, f"job {job_id} is over", deadline=deadline, report=lambda: f"{states}\n{self.output(job_id)}")
+        until(
+            is_over,
+            f"job {job_id} is over",
+            deadline=deadline,
+            report=lambda: f"{states}\n{self.output(job_id)}",
+        )
         return next((state for state in states if state != "COMPLETED"), "COMPLETED")
 
     def _is_over(self, job: dict[str, str]) -> bool:
@@ -214,9 +269,16 @@ class SlurmCluster:
         return job["JobState"] in FINAL and not is_to_be_requeued
 
     def hasten(self, job: dict[str, str]) -> None:
-        """Let a requeued job begin in seconds; in the second of its end, nodes would refuse it as ended."""
-        begins, soon = job["StartTime"], (datetime.now() + timedelta(seconds=10)).isoformat()
-        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime" and soon < begins != "Unknown":
+        """Let a requeued job begin in seconds; in the second of its end, nodes would refuse it as
+        ended.
+        """
+        begins = job["StartTime"]
+        soon = (datetime.now() + timedelta(seconds=10)).isoformat()
+        if (
+            job["JobState"] == "PENDING"
+            and job["Reason"] == "BeginTime"
+            and soon < begins != "Unknown"
+        ):
             self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now+3", check=False)
 
     def output(self, job_id: int) -> str:
@@ -227,11 +289,17 @@ class SlurmCluster:
     def node_state(self, name: str) -> str:
         """Return a node's state: IDLE, ALLOCATED, MIXED, DOWN …, with SLURM's flags."""
         words = self.run("scontrol", "--oneliner", "show", "node", name, check=False).split()
-        return next((word.partition("=")[2] for word in words if word.startswith("State=")), "UNKNOWN")
+        return next(
+            (word.partition("=")[2] for word in words if word.startswith("State=")), "UNKNOWN"
+        )
 
 
 def until(
-    is_so: Callable[[], bool], what: str, *, deadline: float = 60, report: Callable[[], str] = lambda: ""
+    is_so: Callable[[], bool],
+    what: str,
+    *,
+    deadline: float = 60,
+    report: Callable[[], str] = lambda: "",
 ) -> None:
     """Wait until `is_so`; fail the test after `deadline` seconds."""
     end = time.monotonic() + deadline

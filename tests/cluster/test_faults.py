@@ -1,4 +1,6 @@
-"""Start-up faults, each made for real on hosts of their own: the cause is named on the right host within 30 s."""
+"""Start-up faults, each made for real on hosts of their own: the cause is named on the right host
+within 30 s.
+"""
 
 import shutil
 import subprocess
@@ -14,7 +16,9 @@ from runs import TINY
 from cluster.namespaces import ROOT, SCRIPT, Hosts
 
 SECONDS = 30
-"""How long it may take until a node has ended with its error, of which the nodes wait this long for each other:"""
+"""How long it may take until a node has ended with its error, of which the nodes wait this long for
+each other:
+"""
 JOIN_SECONDS = "15"
 
 
@@ -37,17 +41,30 @@ class Launch:
     """multinode.sh begun on hosts, to be ended by a fault."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
+        self.hosts = hosts
+        self.folder = folder
         self.nodes: dict[int, tuple[subprocess.Popen, float]] = {}
 
     def start(
-        self, *numbers: int, overrides: tuple[str, ...] = (), prefix: tuple[str, ...] = (), **variables: str
+        self,
+        *numbers: int,
+        overrides: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        **variables: str,
     ) -> None:
         """Start nodes; a variable replaces the one that the node would have."""
         for number in numbers:
-            own = {"NNODES": "2", "NODE_RANK": str(number), "HEAD": "node0", "NPROC": "1", "JOIN_SECONDS": JOIN_SECONDS}
+            own = {
+                "NNODES": "2",
+                "NODE_RANK": str(number),
+                "HEAD": "node0",
+                "NPROC": "1",
+                "JOIN_SECONDS": JOIN_SECONDS,
+            }
             command = [*prefix, SCRIPT, *TINY, f"output_dir={self.folder}", "name=run", *overrides]
-            process = self.hosts.start(number, command, self.folder / f"node{number}.log", **(own | variables))
+            process = self.hosts.start(
+                number, command, self.folder / f"node{number}.log", **(own | variables)
+            )
             self.nodes[number] = process, time.monotonic()
 
     def end(self, code: int, *others: int) -> dict[int, Ended]:
@@ -59,7 +76,9 @@ class Launch:
                 output = (self.folder / f"node{number}.log").read_text()
                 assert seconds < 2 * SECONDS, f"node {number} is still silent: {output}"
                 if number not in ended and process.poll() is not None:
-                    ended[number] = Ended(process.returncode, seconds, (self.folder / f"node{number}.log").read_text())
+                    ended[number] = Ended(
+                        process.returncode, seconds, (self.folder / f"node{number}.log").read_text()
+                    )
             time.sleep(0.05)
         for number, node in ended.items():
             print(f"node {number}: exit {node.code} after {node.seconds:.1f} s: {node.output}")
@@ -104,7 +123,11 @@ def test_a_firewall_knows_only_the_port_of_the_rendezvous(launch: Launch, closed
     launch.hosts.on(closed, "iptables -A INPUT -p tcp --syn ! --dport 29400 -j DROP")
     launch.start(0, 1)
     ended = launch.end(1)
-    which = "it cannot reach the head at 10.83.0.1:" if closed == 0 else "the head cannot reach it at 10.83.0.2:"
+    which = (
+        "it cannot reach the head at 10.83.0.1:"
+        if closed == 0
+        else "the head cannot reach it at 10.83.0.2:"
+    )
     assert f"error: node 1 (10.83.0.2): {which}" in ended[0].error
     assert which in ended[1].error
 
@@ -135,7 +158,10 @@ STORE = "dist.TCPStore('10.83.0.1', 29400, is_master=True, wait_for_workers=Fals
 def test_another_program_has_the_port(launch: Launch, program: tuple[str, ...]) -> None:
     launch.hosts.start(0, [sys.executable, *program], launch.folder / "program.txt")
     check = [*launch.hosts.words(0), "ss", "-Hltn", "sport = :29400"]
-    wait_for(lambda: subprocess.run(check, capture_output=True, timeout=10, check=True).stdout, seconds=60)
+    wait_for(
+        lambda: subprocess.run(check, capture_output=True, timeout=10, check=True).stdout,
+        seconds=60,
+    )
     launch.start(0, 1)
     for node in launch.end(1).values():
         assert "port 29400 is taken on the head 10.83.0.1 by another program or job" in node.error
@@ -183,7 +209,9 @@ def test_a_node_has_another_ddp_trainer(launch: Launch) -> None:
 def test_a_nodes_clock_is_late(launch: Launch) -> None:
     launch.start(0)
     launch.start(1, prefix=("faketime", "-f", "-40s"))
-    assert "error: node 1 (10.83.0.2): its clock is 40 s behind the head's" in launch.end(1)[0].error
+    assert (
+        "error: node 1 (10.83.0.2): its clock is 40 s behind the head's" in launch.end(1)[0].error
+    )
 
 
 @pytest.mark.parametrize("secret", ["", "shared"])
@@ -191,32 +219,47 @@ def test_a_node_has_another_config(launch: Launch, secret: str) -> None:
     launch.start(0, DDP_TRAINER_JOB_SECRET=secret)
     launch.start(1, DDP_TRAINER_JOB_SECRET=secret, overrides=("seed=1",))
     ended = launch.end(*(2, 2) if secret else (1, 2))
-    error = "error: node 1 (10.83.0.2): other settings than on the head (seed): use the same on all nodes"
+    error = (
+        "error: node 1 (10.83.0.2): other settings than on the head (seed): use the same on all"
+        " nodes"
+    )
     assert ended[1].error == error
     if secret:
         assert ended[0].error == error
     else:  # a node without the key cannot be told from another program
-        assert "1 of 2 nodes came within 15 s, missing: node 1; 10.83.0.2 came as node 1 with" in ended[0].error
+        assert (
+            "1 of 2 nodes came within 15 s, missing: node 1; 10.83.0.2 came as node 1 with"
+            in ended[0].error
+        )
 
 
 def test_nccl_is_asked_for_without_a_gpu(launch: Launch) -> None:
     launch.start(0, 1, overrides=("backend=nccl",))
     assert (
-        "error: node 0 (10.83.0.1): backend in the config needs a GPU and this node has none" in launch.end(2)[0].error
+        "error: node 0 (10.83.0.1): backend in the config needs a GPU and this node has none"
+        in launch.end(2)[0].error
     )
 
 
-@pytest.mark.parametrize(("setting", "code"), [("backend=auto", 2), ("backend=gloo", 0), ("device=cpu", 0)])
-def test_shared_memory_is_too_small_for_nccl_but_not_for_gloo(setting: str, code: int, launch: Launch) -> None:
-    """/dev/shm is as small as Docker makes it; of the GPUs, only the names of their devices are there."""
+@pytest.mark.parametrize(
+    ("setting", "code"), [("backend=auto", 2), ("backend=gloo", 0), ("device=cpu", 0)]
+)
+def test_shared_memory_is_too_small_for_nccl_but_not_for_gloo(
+    setting: str, code: int, launch: Launch
+) -> None:
+    """/dev/shm is as small as Docker makes it; of the GPUs, only the names of their devices are
+    there.
+    """
     small = (
-        'd=$(mktemp -d); mount -t tmpfs tmpfs "$d"; cp -a /dev/null /dev/zero /dev/random /dev/urandom "$d";'
-        'mkdir "$d/shm"; touch "$d/nvidia0" "$d/nvidia1"; mount --rbind "$d" /dev;'
-        'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$0" "$@"'
+        'd=$(mktemp -d); mount -t tmpfs tmpfs "$d"; cp -a /dev/null /dev/zero /dev/random'
+        ' /dev/urandom "$d";mkdir "$d/shm"; touch "$d/nvidia0" "$d/nvidia1"; mount --rbind "$d"'
+        ' /dev;mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$0" "$@"'
     )
     launch.start(0, overrides=(setting,))
     launch.start(1, overrides=(setting,), prefix=("unshare", "--mount", "sh", "-c", small))
-    error = "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL needs 512 MB between 2 GPUs"
+    error = (
+        "error: node 1 (10.83.0.2): /dev/shm has 64 MB left and NCCL needs 512 MB between 2 GPUs"
+    )
     assert (error in launch.end(code)[0].output) == (code == 2)
 
 

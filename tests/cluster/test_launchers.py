@@ -1,4 +1,6 @@
-"""Sweeps whose jobs are torchruns of their own: the plain sweep's results, each job on its own feet."""
+"""Sweeps whose jobs are torchruns of their own: the plain sweep's results, each job on its own
+feet.
+"""
 
 import signal
 import subprocess
@@ -21,7 +23,11 @@ CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")
 
 def own_torchrun(**options: int) -> list[str]:
     """Return the arguments that give each job a torchrun of its own."""
-    return ["--multirun", "hydra/launcher=torchrun", *(f"hydra.launcher.{key}={n}" for key, n in options.items())]
+    return [
+        "--multirun",
+        "hydra/launcher=torchrun",
+        *(f"hydra.launcher.{key}={n}" for key, n in options.items()),
+    ]
 
 
 def run_dirs(folder: Path) -> dict[str, Path]:
@@ -30,7 +36,8 @@ def run_dirs(folder: Path) -> dict[str, Path]:
 
 def assert_same_sweeps(folder: Path) -> None:
     """Compare the sweeps "own" and "plain" in `folder`, of four jobs on two ranks."""
-    own, plain = run_dirs(folder / "own"), run_dirs(folder / "plain")
+    own = run_dirs(folder / "own")
+    plain = run_dirs(folder / "plain")
     assert len(own) == 4
     assert own.keys() == plain.keys()
     for name in own:
@@ -39,7 +46,9 @@ def assert_same_sweeps(folder: Path) -> None:
             assert_bitwise(newest_checkpoint(own[name])[key], newest_checkpoint(plain[name])[key])
 
 
-def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(tmp_path: Path) -> None:
+def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(
+    tmp_path: Path,
+) -> None:
     sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
     succeed(*own_torchrun(nproc_per_node=2, max_parallel=2), *sweep, "name=own", deadline=240)
     succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=240)
@@ -49,14 +58,24 @@ def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(tm
 
 def test_jobs_that_fail_do_not_end_the_others_and_are_named_in_one_line(tmp_path: Path) -> None:
     done = launch(
-        *own_torchrun(nproc_per_node=1, max_parallel=2), *CHEAP, f"output_dir={tmp_path}", "name=a",
-        "optimizer.lr=1e9,0.1", "global_batch_size=97,12", deadline=240,
-    )  # fmt: skip
+        *own_torchrun(nproc_per_node=1, max_parallel=2),
+        *CHEAP,
+        f"output_dir={tmp_path}",
+        "name=a",
+        "optimizer.lr=1e9,0.1",
+        "global_batch_size=97,12",
+        deadline=240,
+    )
     assert done.code == 1, done.output
-    finished = [path.name for path in run_dirs(tmp_path / "a").values() if (path / "summary.json").exists()]
+    finished = [
+        path.name for path in run_dirs(tmp_path / "a").values() if (path / "summary.json").exists()
+    ]
     assert len(finished) == 1
     [line] = [line for line in done.output.splitlines() if line.startswith("3 of 4 jobs failed: ")]
-    for job in ("0 (global_batch_size=97 optimizer.lr=1000000000.0)", "1 (global_batch_size=97 optimizer.lr=0.1)"):
+    for job in (
+        "0 (global_batch_size=97 optimizer.lr=1000000000.0)",
+        "1 (global_batch_size=97 optimizer.lr=0.1)",
+    ):
         assert f"job {job} in {tmp_path}/a/" in line
     assert line.count(": global_batch_size=97 ") == 2
     assert line.count(": DivergedError: the loss or gradient of step ") == 1
@@ -65,27 +84,47 @@ def test_jobs_that_fail_do_not_end_the_others_and_are_named_in_one_line(tmp_path
 
 
 def test_jobs_that_cannot_run_are_refused_at_once_and_the_others_run(tmp_path: Path) -> None:
-    sweep = (*CHEAP, f"output_dir={tmp_path}", "name=a", "gradient_accumulation_steps=13,1", "log_every_steps=3,4,3")
+    sweep = (
+        *CHEAP,
+        f"output_dir={tmp_path}",
+        "name=a",
+        "gradient_accumulation_steps=13,1",
+        "log_every_steps=3,4,3",
+    )
     done = launch(*own_torchrun(nproc_per_node=1), *sweep, deadline=240)
     assert done.code == 1, done.output
     *refusals, start = done.output.splitlines()[:5]
     assert all(line.startswith("error: ") for line in refusals), done.output
-    assert " cannot run: gradient_accumulation_steps=13 must be at most global_batch_size=12" in refusals[0]
+    assert (
+        " cannot run: gradient_accumulation_steps=13 must be at most global_batch_size=12"
+        in refusals[0]
+    )
     assert f" cannot run: {tmp_path}/a/" in refusals[3]
-    assert refusals[3].endswith(" too: sweep over keys that change the training (device does not, for example)")
+    assert refusals[3].endswith(
+        " too: sweep over keys that change the training (device does not, for example)"
+    )
     assert start.startswith("job 3 (")
-    assert done.output.count("4 of 6 jobs failed: ") == 1  # the sixth is the fourth again: one job, one result
-    assert [read_summary(path)["status"] for path in run_dirs(tmp_path / "a").values()] == ["finished"]
+    # the sixth is the fourth again: one job, one result
+    assert done.output.count("4 of 6 jobs failed: ") == 1
+    assert [read_summary(path)["status"] for path in run_dirs(tmp_path / "a").values()] == [
+        "finished"
+    ]
 
 
 REFUSED = {
-    "gradient_accumulation_steps=13,14": "gradient_accumulation_steps=13 must be at most global_batch_size=12",
-    "hydra.launcher.nproc_per_node=13": "global_batch_size=12 must be at least the world size, 13: ",
+    "gradient_accumulation_steps=13,14": (
+        "gradient_accumulation_steps=13 must be at most global_batch_size=12"
+    ),
+    "hydra.launcher.nproc_per_node=13": (
+        "global_batch_size=12 must be at least the world size, 13: "
+    ),
     "hydra.launcher.max_parallel=0": "hydra.launcher.max_parallel=0 must be greater than 0",
     "hydra.launcher.nproc=2": "",
     "optimizer.lr=0.1,x": "",
     "hydra/launcher=torchrum": "",
-    "hydra/launcher=torchrun": "hydra/launcher=torchrun is for sweeps: add --multirun, or leave it out\n",
+    "hydra/launcher=torchrun": (
+        "hydra/launcher=torchrun is for sweeps: add --multirun, or leave it out\n"
+    ),
 }
 
 
@@ -106,7 +145,14 @@ def test_under_torchrun_a_launcher_is_refused_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_the_running_job_and_starts_no_other(tmp_path: Path) -> None:
-    sweep = [*own_torchrun(nproc_per_node=2), *CHEAP, "epochs=10000", f"output_dir={tmp_path}", "name=a", "seed=0,1"]
+    sweep = [
+        *own_torchrun(nproc_per_node=2),
+        *CHEAP,
+        "epochs=10000",
+        f"output_dir={tmp_path}",
+        "name=a",
+        "seed=0,1",
+    ]
     process = start_command([sys.executable, "-m", "ddp_trainer", *sweep])
     try:
         wait_for(lambda: list(tmp_path.glob("a/*/checkpoints/step-*.pt")), seconds=120)
@@ -121,7 +167,9 @@ def test_ctrl_c_saves_the_running_job_and_starts_no_other(tmp_path: Path) -> Non
     assert newest_checkpoint(run_dir)["step"] == read_summary(run_dir)["steps"]
 
 
-def on_gpus(count: int, *, nproc_per_node: int | None = None, max_parallel: int = 1) -> TorchrunLauncher:
+def on_gpus(
+    count: int, *, nproc_per_node: int | None = None, max_parallel: int = 1
+) -> TorchrunLauncher:
     launcher = TorchrunLauncher(nproc_per_node, max_parallel)
     launcher.gpus = [str(number) for number in range(count)]
     return launcher
@@ -129,26 +177,37 @@ def on_gpus(count: int, *, nproc_per_node: int | None = None, max_parallel: int 
 
 def test_gpus_are_split_between_the_jobs_at_a_time_and_a_job_on_cpus_takes_none() -> None:
     launcher = on_gpus(8, max_parallel=3)
-    assert [launcher.gpus_of(Device.auto, slot) for slot in range(3)] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert [launcher.gpus_of(Device.auto, slot) for slot in range(3)] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4", "5"],
+    ]
     assert launcher.gpus_of(Device.cpu, 0) == []
     assert launcher.world_size(Device.auto) == 2
     assert on_gpus(8).world_size(Device.auto) == 8
     assert on_gpus(8, nproc_per_node=3).world_size(Device.auto) == 3
     launcher = on_gpus(2, max_parallel=3)
     assert launcher.world_size(Device.cpu) >= 1
-    with pytest.raises(ConfigError, match=r"^hydra\.launcher\.max_parallel=3 must be at most the number of GPUs, 2"):
+    with pytest.raises(
+        ConfigError, match=r"^hydra\.launcher\.max_parallel=3 must be at most the number of GPUs, 2"
+    ):
         launcher.world_size(Device.auto)
 
 
 def test_the_cause_is_the_last_error_in_the_output(tmp_path: Path) -> None:
-    (log := tmp_path / "log").write_text("a\nerror: first\nerror: lr=1 is not valid\nno error: here\n")
+    (log := tmp_path / "log").write_text(
+        "a\nerror: first\nerror: lr=1 is not valid\nno error: here\n"
+    )
     assert last_error(log) == "lr=1 is not valid"
     assert last_error(tmp_path / "none") is None
 
 
 def jobs_in(folder: Path, count: int) -> list[Job]:
     config = compose(f"output_dir={folder}")
-    return [Job(number=n, label=f"job {n}", config=config, run_dir=folder / str(n)) for n in range(count)]
+    return [
+        Job(number=n, label=f"job {n}", config=config, run_dir=folder / str(n))
+        for n in range(count)
+    ]
 
 
 def test_a_job_that_slurm_does_not_take_does_not_end_the_sweep(tmp_path: Path, monkeypatch) -> None:

@@ -1,4 +1,6 @@
-"""launch/multinode.sh on four hosts: by hand on each, over ssh, stopped gracefully, and with a host that dies."""
+"""launch/multinode.sh on four hosts: by hand on each, over ssh, stopped gracefully, and with a host
+that dies.
+"""
 
 import signal
 import subprocess
@@ -17,8 +19,13 @@ from ddp_trainer.commands.verify import find_damage
 pytestmark = pytest.mark.timeout(600)
 
 LONG = (
-    *TINY, "epochs=4000", "num_threads=1", "checkpoint.every_steps=10", "checkpoint.keep_last=2", "timeout_seconds=20"
-)  # fmt: skip
+    *TINY,
+    "epochs=4000",
+    "num_threads=1",
+    "checkpoint.every_steps=10",
+    "checkpoint.keep_last=2",
+    "timeout_seconds=20",
+)
 """More than a test waits for: it is stopped, and continued to a nearer end."""
 
 
@@ -26,22 +33,33 @@ class Job:
     """multinode.sh by hand on each of some hosts, one rank a node, in tmp_path/run."""
 
     def __init__(self, hosts: Hosts, folder: Path, *overrides: str, nnodes: str = "4") -> None:
-        self.hosts, self.folder, self.nnodes = hosts, folder, nnodes
+        self.hosts = hosts
+        self.folder = folder
+        self.nnodes = nnodes
         self.overrides = (*overrides, f"output_dir={folder}", "name=run")
         self.run_dir = folder / "run"
         self.nodes = {number: self.start(number) for number in range(len(hosts.names))}
 
     def start(self, number: int) -> subprocess.Popen:
         return self.hosts.start(
-            number, [SCRIPT, *self.overrides], self.log(number), NNODES=self.nnodes, NODE_RANK=str(number),
-            HEAD="node0", NPROC="1", JOIN_SECONDS="60",
-        )  # fmt: skip
+            number,
+            [SCRIPT, *self.overrides],
+            self.log(number),
+            NNODES=self.nnodes,
+            NODE_RANK=str(number),
+            HEAD="node0",
+            NPROC="1",
+            JOIN_SECONDS="60",
+        )
 
     def log(self, number: int) -> Path:
         return self.folder / f"node{number}.log"
 
     def told(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text()[-3000:]}"
+            for log in sorted(self.folder.glob("*.log"))
+        )
 
     def finish(self) -> None:
         """Wait for the nodes, and fail the test unless all exit with 0."""
@@ -53,11 +71,20 @@ class Job:
         """Wait until so many ranks have begun to train so often, and have then made progress."""
 
         def count() -> int:
-            return sum(log.read_text().count(f"{world_size} × cpu") for log in self.folder.glob("*.log"))
+            return sum(
+                log.read_text().count(f"{world_size} × cpu") for log in self.folder.glob("*.log")
+            )
 
-        until(lambda: count() >= launches, f"{world_size} ranks train", deadline=120, report=self.told)
+        until(
+            lambda: count() >= launches, f"{world_size} ranks train", deadline=120, report=self.told
+        )
         before = newest_step(self.run_dir)
-        until(lambda: newest_step(self.run_dir) >= before + 20, "20 steps more", deadline=120, report=self.told)
+        until(
+            lambda: newest_step(self.run_dir) >= before + 20,
+            "20 steps more",
+            deadline=120,
+            report=self.told,
+        )
 
 
 def test_four_hosts_train_to_the_end(hosts: Hosts, tmp_path: Path) -> None:
@@ -76,22 +103,44 @@ case "$*" in *node-check*)
 esac
 exec {python} "$@"
 """
-"""Records the secret of each node check, and the command lines that ps would show at that moment."""
+"""Records the secret of each node check, and the command lines that ps would show at that moment.
+"""
 
 
-def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(hosts: Hosts, tmp_path: Path) -> None:
-    (python := tmp_path / "python").write_text(PYTHON.format(folder=tmp_path, python=sys.executable))
+def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    (python := tmp_path / "python").write_text(
+        PYTHON.format(folder=tmp_path, python=sys.executable)
+    )
     python.chmod(0o755)
     quoted = HOSTILE.replace('"', '\\"')
     done = subprocess.run(
         [*hosts.words(0), SCRIPT, *TINY, f'output_dir="{tmp_path}/{quoted}"', "name=run"],
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT), "HOSTS": "node0 node1 node2 node3",
-             "NPROC": "1", "JOIN_SECONDS": "60", "SSH": str(hosts.ssh(tmp_path)), "PYTHON": str(python)},
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "HOSTS": "node0 node1 node2 node3",
+            "NPROC": "1",
+            "JOIN_SECONDS": "60",
+            "SSH": str(hosts.ssh(tmp_path)),
+            "PYTHON": str(python),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_summary(tmp_path / HOSTILE / "run")["world_size"] == 4
-    assert {path.name for path in tmp_path.iterdir()} == {"ssh", "python", "secrets", "commands", HOSTILE}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "ssh",
+        "python",
+        "secrets",
+        "commands",
+        HOSTILE,
+    }
     [secret] = set(secrets := (tmp_path / "secrets").read_text().split())
     assert len(secrets) == 4
     assert len(secret) == 32
@@ -117,9 +166,14 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
     end: signal.Signals, hosts: Hosts, tmp_path: Path
 ) -> None:
     launcher = hosts.start(
-        0, [SCRIPT, *LONG, f"output_dir={tmp_path}", "name=run"], tmp_path / "launcher.log",
-        HOSTS="node0 node1 node2 node3", NPROC="1", JOIN_SECONDS="60", SSH=str(hosts.ssh(tmp_path)),
-    )  # fmt: skip
+        0,
+        [SCRIPT, *LONG, f"output_dir={tmp_path}", "name=run"],
+        tmp_path / "launcher.log",
+        HOSTS="node0 node1 node2 node3",
+        NPROC="1",
+        JOIN_SECONDS="60",
+        SSH=str(hosts.ssh(tmp_path)),
+    )
     until(lambda: newest_step(tmp_path / "run") > 0, "a checkpoint", deadline=120)
     launcher.send_signal(end)
     assert launcher.wait(120) == (0 if end == signal.SIGTERM else -signal.SIGKILL)
@@ -147,10 +201,19 @@ def test_a_host_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
 def test_the_doctor_examines_all_hosts(hosts: Hosts, tmp_path: Path) -> None:
     done = subprocess.run(
         [*hosts.words(0), SCRIPT, "doctor", f"output_dir={tmp_path}"],
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(ROOT), "HOSTS": "node0, node1",
-             "NPROC": "1", "JOIN_SECONDS": "60", "SSH": str(hosts.ssh(tmp_path))},
-        capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={
+            "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "HOSTS": "node0, node1",
+            "NPROC": "1",
+            "JOIN_SECONDS": "60",
+            "SSH": str(hosts.ssh(tmp_path)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     output = " ".join(done.stdout.split())
     assert " eth0 ✓" in output

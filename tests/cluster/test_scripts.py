@@ -1,4 +1,6 @@
-"""launch/local.sh and the agent: the ranks, arguments that no shell may touch, signals, exit codes, open ports."""
+"""launch/local.sh and the agent: the ranks, arguments that no shell may touch, signals, exit codes,
+open ports.
+"""
 
 import os
 import signal
@@ -23,8 +25,12 @@ HOSTILE = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nse
 
 def test_arguments_reach_the_run_unchanged(tmp_path: Path) -> None:
     quoted = HOSTILE.replace('"', '\\"')
-    done = run_command([LOCAL, *TINY, f'output_dir="{tmp_path}/{quoted}"', "name=run"], cwd=tmp_path,
-                       NPROC="2", PYTHON=sys.executable)  # fmt: skip
+    done = run_command(
+        [LOCAL, *TINY, f'output_dir="{tmp_path}/{quoted}"', "name=run"],
+        cwd=tmp_path,
+        NPROC="2",
+        PYTHON=sys.executable,
+    )
     assert done.code == 0, done.output
     assert read_summary(tmp_path / HOSTILE / "run")["world_size"] == 2
     assert [path.name for path in tmp_path.iterdir()] == [HOSTILE]
@@ -33,17 +39,26 @@ def test_arguments_reach_the_run_unchanged(tmp_path: Path) -> None:
 COUNT = 'source "$1"; python=$2; count_ranks; echo "$ranks"'
 
 
-@pytest.mark.parametrize(("visible", "ranks"), [("0,2", 2), ("-1", usable_cores()), ("", usable_cores())])
-def test_ranks_are_the_visible_gpus_or_else_the_cores(visible: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [("0,2", 2), ("-1", usable_cores()), ("", usable_cores())]
+)
+def test_ranks_are_the_visible_gpus_or_else_the_cores(
+    visible: str, ranks: int, tmp_path: Path
+) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: a\\nGPU 1: b\\nGPU 2: c\\n'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    done = run_command(["bash", "-c", COUNT, "bash", str(Path(LOCAL).with_name("functions.sh")), sys.executable],
-                       PATH=f"{tmp_path}:{os.environ['PATH']}", CUDA_VISIBLE_DEVICES=visible)  # fmt: skip
+    done = run_command(
+        ["bash", "-c", COUNT, "bash", str(Path(LOCAL).with_name("functions.sh")), sys.executable],
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        CUDA_VISIBLE_DEVICES=visible,
+    )
     assert done.output == f"{ranks}\n"
 
 
 def test_a_mistake_is_one_error_and_nothing_starts(tmp_path: Path) -> None:
-    done = run_command([LOCAL, *TINY, "optimiser=sgd", f"output_dir={tmp_path}"], NPROC="2", PYTHON=sys.executable)
+    done = run_command(
+        [LOCAL, *TINY, "optimiser=sgd", f"output_dir={tmp_path}"], NPROC="2", PYTHON=sys.executable
+    )
     assert done.code == 2
     assert done.output.startswith("error: optimiser=sgd is unknown")
     assert done.output.count("\n") == 1
@@ -64,9 +79,13 @@ def start(tmp_path: Path) -> subprocess.Popen:
     command = [LOCAL, *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            command, env=clean_environment(NPROC="2", PYTHON=sys.executable, TMPDIR=str(tmp_path)),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env=clean_environment(NPROC="2", PYTHON=sys.executable, TMPDIR=str(tmp_path)),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     wait_for(lambda: "epoch 1/" in (tmp_path / "log").read_text())
     return process
 
@@ -81,14 +100,25 @@ def test_one_signal_stops_gracefully_and_leaves_nothing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(90) == 0, (tmp_path / "log").read_text()
     assert (tmp_path / "run" / "stopped").exists()
-    assert {path.name for path in tmp_path.iterdir()} <= {"log", "run", ".run.lock", "torchinductor_root"}
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "log",
+        "run",
+        ".run.lock",
+        "torchinductor_root",
+    }
     assert ranks_of(tmp_path) == []
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     process = start(tmp_path)
-    listing = run_command(["ps", "-ww", "-o", "pid=,args=", "-p", ",".join(map(str, ranks_of(tmp_path)))]).output
-    ranks = [int(s.split()[0]) for s in listing.splitlines() if "job_file=" in s and "launch.agent" not in s]
+    listing = run_command(
+        ["ps", "-ww", "-o", "pid=,args=", "-p", ",".join(map(str, ranks_of(tmp_path)))]
+    ).output
+    ranks = [
+        int(s.split()[0])
+        for s in listing.splitlines()
+        if "job_file=" in s and "launch.agent" not in s
+    ]
     assert len(ranks) == 2, listing
     os.kill(ranks[0], signal.SIGSTOP)  # so that the graceful stop cannot end
     process.send_signal(signal.SIGTERM)
@@ -106,13 +136,17 @@ def test_ranks_do_not_outlive_the_script(tmp_path: Path) -> None:
 
 
 def test_what_listens_is_reached_from_this_host_only(tmp_path: Path) -> None:
-    """torchrun's own stores listen on all network interfaces, and that of --standalone executes pickles."""
+    """torchrun's own stores listen on all network interfaces, and that of --standalone executes
+    pickles.
+    """
     process = start(tmp_path)
     pids = ranks_of(tmp_path)
     sockets = run_command(["ss", "-Hltnp"]).output.splitlines()
     listening = [line.split()[3] for line in sockets if any(f"pid={pid}," in line for pid in pids)]
     assert listening
-    assert [address for address in listening if not address.startswith(("127.0.0.1:", "[::1]:"))] == []
+    assert [
+        address for address in listening if not address.startswith(("127.0.0.1:", "[::1]:"))
+    ] == []
     process.send_signal(signal.SIGTERM)
     assert process.wait(90) == 0
 
@@ -122,7 +156,9 @@ def test_a_port_that_is_taken_is_one_error() -> None:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
         done = run_command([*AGENT, f"--rdzv-endpoint={endpoint}", "-m", "ddp_trainer"])
     assert done.code == 1
-    assert done.output.startswith(f"error: torchrun's store cannot listen on {endpoint} (Address already in use)")
+    assert done.output.startswith(
+        f"error: torchrun's store cannot listen on {endpoint} (Address already in use)"
+    )
     assert done.output.count("\n") == 1
 
 

@@ -1,4 +1,6 @@
-"""launch/slurm.sbatch on a real cluster: what it makes of a job, and what becomes of a run that is disturbed."""
+"""launch/slurm.sbatch on a real cluster: what it makes of a job, and what becomes of a run that is
+disturbed.
+"""
 
 import re
 import socket
@@ -8,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TINY, assert_bitwise, newest_checkpoint, newest_step, read_summary, train_on, trained_state
+from runs import (
+    TINY,
+    assert_bitwise,
+    newest_checkpoint,
+    newest_step,
+    read_summary,
+    train_on,
+    trained_state,
+)
 
 from cluster.slurm import SlurmCluster, until
 from ddp_trainer.commands.verify import find_damage
@@ -25,18 +35,24 @@ class Jobs:
     """Submits the script from an empty folder, below which the runs go."""
 
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
-        self.slurm, self.folder = slurm, folder
+        self.slurm = slurm
+        self.folder = folder
         self.submitted: list[int] = []
 
-    def submit(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **extra: str) -> int:
+    def submit(
+        self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **extra: str
+    ) -> int:
         words = (*options, SCRIPT, f"output_dir={self.folder}", *overrides)
         environment = {"DDP_TRAINER_PYTHON": sys.executable} | extra
         self.submitted.append(self.slurm.submit(*words, cwd=self.folder, **environment))
         return self.submitted[-1]
 
     def finish(self, job: int) -> str:
-        """Wait until the job is over, fail the test unless all went well, and return what was printed."""
-        state, output = self.slurm.wait(job, deadline=600), self.slurm.output(job)
+        """Wait until the job is over, fail the test unless all went well, and return what was
+        printed.
+        """
+        state = self.slurm.wait(job, deadline=600)
+        output = self.slurm.output(job)
         assert state == "COMPLETED", output
         for record in self.slurm.show(job):
             assert not list(self.folder.rglob(f".slurm-{record['JobId']}"))
@@ -46,17 +62,26 @@ class Jobs:
         """Wait until there is a checkpoint that was not there before."""
         before = newest_step(self.folder / name)
         until(
-            lambda: newest_step(self.folder / name) > before and self.slurm.show(job)[0]["JobState"] == "RUNNING",
-            f"{name} has a checkpoint after step {before}", deadline=240, report=lambda: self.slurm.output(job),
-        )  # fmt: skip
+            lambda: (
+                newest_step(self.folder / name) > before
+                and self.slurm.show(job)[0]["JobState"] == "RUNNING"
+            ),
+            f"{name} has a checkpoint after step {before}",
+            deadline=240,
+            report=lambda: self.slurm.output(job),
+        )
 
     def until_it_waits(self, job: int, restarts: int) -> None:
         """Wait until the job is back in the queue after so many starts, and let it begin soon."""
         said = ["PENDING", "BeginTime", str(restarts)]
         until(
-            lambda: [self.slurm.show(job)[0][key] for key in ("JobState", "Reason", "Restarts")] == said,
-            f"job {job} is in the queue again", deadline=240, report=lambda: self.slurm.output(job),
-        )  # fmt: skip
+            lambda: (
+                [self.slurm.show(job)[0][key] for key in ("JobState", "Reason", "Restarts")] == said
+            ),
+            f"job {job} is in the queue again",
+            deadline=240,
+            report=lambda: self.slurm.output(job),
+        )
         self.slurm.hasten(self.slurm.show(job)[0])
 
 
@@ -96,7 +121,8 @@ def test_ranks_follow_from_what_the_job_asked_for(jobs: Jobs) -> None:
         "variable": (("--nodes=1", "--gpus-per-node=1"), {"DDP_TRAINER_RANKS_PER_NODE": "2"}, 2),
     }
     started = [
-        jobs.submit(*SHORT, f"name={name}", options=options, **extra) for name, (options, extra, _) in asked.items()
+        jobs.submit(*SHORT, f"name={name}", options=options, **extra)
+        for name, (options, extra, _) in asked.items()
     ]
     for job in started:
         jobs.finish(job)
@@ -116,11 +142,21 @@ def test_hostile_arguments_reach_hydra_unchanged(jobs: Jobs) -> None:
 def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) -> None:
     sweep = ("seed=0,1", "optimizer.lr=0.1,0.2")
     array = jobs.submit(
-        *SHORT, "epochs=40", "checkpoint.every_steps=4", *sweep, "name=sweep", options=("--array=0-3", "--nodes=1")
+        *SHORT,
+        "epochs=40",
+        "checkpoint.every_steps=4",
+        *sweep,
+        "name=sweep",
+        options=("--array=0-3", "--nodes=1"),
     )
-    until(lambda: len(list(jobs.folder.glob("sweep/*/checkpoints/step-*.pt"))) > 0, "the sweep trains", deadline=240)
+    until(
+        lambda: len(list(jobs.folder.glob("sweep/*/checkpoints/step-*.pt"))) > 0,
+        "the sweep trains",
+        deadline=240,
+    )
     until(lambda: len(jobs.slurm.show(array)) == 4, "all of the sweep run", deadline=240)
-    jobs.slurm.run("scancel", "--signal=USR2", "--batch", f"{array}_3")  # the one whose own id is the array's
+    # the one whose own id is the array's
+    jobs.slurm.run("scancel", "--signal=USR2", "--batch", f"{array}_3")
     jobs.finish(array)
     restarts = {record["ArrayTaskId"]: record["Restarts"] for record in jobs.slurm.show(array)}
     assert restarts == {"0": "0", "1": "0", "2": "0", "3": "1"}
@@ -129,16 +165,19 @@ def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) ->
     assert [read_summary(run)["steps"] for run in runs] == [320] * 4
 
 
-# --- a run that is disturbed -----------------------------------------------------------------------
+# --- a run that is disturbed ----------------------------------------------------------------------
 
 
 def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
     jobs: Jobs, undisturbed: dict[str, Any]
 ) -> None:
     job = jobs.submit(*LONG, "name=run", "resume=never")
+    # preempts
     stops: list[Callable[[], object]] = [
         lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
-        lambda: jobs.slurm.submit("--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname"),  # preempts
+        lambda: jobs.slurm.submit(
+            "--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname"
+        ),
         lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
     ]
     for number, stop in enumerate(stops, 1):
@@ -153,11 +192,15 @@ def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_loss_of_a_node_loses_nothing(jobs: Jobs, undisturbed: dict[str, Any], number: int) -> None:
+def test_the_loss_of_a_node_loses_nothing(
+    jobs: Jobs, undisturbed: dict[str, Any], number: int
+) -> None:
     """Node 0 runs the batch script and rank 0's store, node 1 only its rank."""
     job = jobs.submit(*LONG, "name=run")
     jobs.until_it_trains(job, "run")
-    node = jobs.slurm.run("scontrol", "show", "hostnames", jobs.slurm.show(job)[0]["NodeList"]).split()[number]
+    node = jobs.slurm.run(
+        "scontrol", "show", "hostnames", jobs.slurm.show(job)[0]["NodeList"]
+    ).split()[number]
     jobs.slurm.kill_node(node)
     try:
         jobs.finish(job)
@@ -170,7 +213,9 @@ def test_the_loss_of_a_node_loses_nothing(jobs: Jobs, undisturbed: dict[str, Any
 
 
 def test_the_time_limit_requeues_and_scancel_does_not(jobs: Jobs) -> None:
-    job = jobs.submit(*LONG, "epochs=100000", "name=run", options=("--nodes=2", "--time=1", "--signal=B:USR2@10"))
+    job = jobs.submit(
+        *LONG, "epochs=100000", "name=run", options=("--nodes=2", "--time=1", "--signal=B:USR2@10")
+    )
     jobs.until_it_waits(job, restarts=1)
     assert (jobs.folder / "run" / "stopped").exists()
     secret = jobs.folder / f".slurm-{job}" / "secret"
@@ -194,29 +239,49 @@ def test_after_a_failed_node_check_the_job_is_requeued_and_takes_another_port(jo
     assert output.count("failed (exit code 1): requeueing job") == 1
 
 
-def test_a_node_that_computes_wrong_numbers_is_excluded_when_the_job_is_requeued(jobs: Jobs) -> None:
+def test_a_node_that_computes_wrong_numbers_is_excluded_when_the_job_is_requeued(
+    jobs: Jobs,
+) -> None:
     flaky = jobs.slurm.nodes[1]
-    plugin = {"DDP_TRAINER_PLUGINS": "flaky_node", "FLAKY_NODE": flaky, "PYTHONPATH": str(Path(__file__).parent)}
-    words = (*SHORT, "epochs=4", "checkpoint.every_steps=2", "check.every_steps=1", "check.on_corruption=exclude")
+    plugin = {
+        "DDP_TRAINER_PLUGINS": "flaky_node",
+        "FLAKY_NODE": flaky,
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    words = (
+        *SHORT,
+        "epochs=4",
+        "checkpoint.every_steps=2",
+        "check.every_steps=1",
+        "check.on_corruption=exclude",
+    )
     job = jobs.submit(*words, "name=run", options=("--nodes=3",), **plugin)
     output = jobs.finish(job)
     assert f"CorruptionError: rank 1 on {socket.gethostname()} computed another gradient" in output
     assert (jobs.folder / "run" / "excluded_nodes").read_text().split() == [flaky]
     [record] = jobs.slurm.show(job)
     assert (record["ExcNodeList"], record["Restarts"]) == (flaky, "1"), output
-    assert newest_checkpoint(jobs.folder / "run")["step"] == read_summary(jobs.folder / "run")["steps"]
+    assert (
+        newest_checkpoint(jobs.folder / "run")["step"] == read_summary(jobs.folder / "run")["steps"]
+    )
 
 
 @pytest.mark.alone
 def test_a_slow_node_is_excluded_before_the_job_trains(jobs: Jobs) -> None:
     slow = jobs.slurm.nodes[1]
     program = jobs.folder / "python"
-    program.write_text(f"#!{sys.executable}\n" + Path(__file__).with_name("slow_node.py").read_text())
+    program.write_text(
+        f"#!{sys.executable}\n" + Path(__file__).with_name("slow_node.py").read_text()
+    )
     program.chmod(0o755)
     words = (*SHORT, "name=run", "check.fitness=true")
-    job = jobs.submit(*words, options=("--nodes=2",), DDP_TRAINER_PYTHON=str(program), SLOW_NODE=slow)
+    job = jobs.submit(
+        *words, options=("--nodes=2",), DDP_TRAINER_PYTHON=str(program), SLOW_NODE=slow
+    )
     output = jobs.finish(job)
-    found = re.findall(r"error: node 1 reaches (\d+) % of the median of the other nodes in its (\w+ \w+)", output)
+    found = re.findall(
+        r"error: node 1 reaches (\d+) % of the median of the other nodes in its (\w+ \w+)", output
+    )
     assert found, output
     assert all(60 <= int(share) < 85 for share, _ in found), output
     assert (jobs.folder / "run" / "excluded_nodes").read_text().split() == [slow]
@@ -225,21 +290,30 @@ def test_a_slow_node_is_excluded_before_the_job_trains(jobs: Jobs) -> None:
     assert "failed (exit code 1): requeueing job" in output
 
 
-# --- what no restart can mend ----------------------------------------------------------------------
+# --- what no restart can mend ---------------------------------------------------------------------
 
 
 def test_bad_input_is_one_error_and_no_requeue(jobs: Jobs) -> None:
     train_on(1, *SHORT, f"output_dir={jobs.folder}", "name=taken", "epochs=1")
     bad = {
         jobs.submit(*SHORT, "optimizer.lr=nan"): "error: optimizer.lr=nan must be greater than 0",
-        jobs.submit(*SHORT, "name=taken", "seed=1"): f"error: {jobs.folder}/taken holds a run of another config",
-        jobs.submit(*SHORT, options=("--nodes=1",), DDP_TRAINER_RANKS_PER_NODE="13"): "error: global_batch_size=12",
+        jobs.submit(
+            *SHORT, "name=taken", "seed=1"
+        ): f"error: {jobs.folder}/taken holds a run of another config",
+        jobs.submit(
+            *SHORT, options=("--nodes=1",), DDP_TRAINER_RANKS_PER_NODE="13"
+        ): "error: global_batch_size=12",
     }
     for job, error in bad.items():
         assert jobs.slurm.wait(job) == "FAILED"
-        [record], output = jobs.slurm.show(job), jobs.slurm.output(job)
+        [record] = jobs.slurm.show(job)
+        output = jobs.slurm.output(job)
         assert (record["ExitCode"], record["Restarts"]) == ("2:0", "0"), output
-        lines = [line for line in output.splitlines() if not line.startswith(("srun: ", "slurmstepd-", "node "))]
+        lines = [
+            line
+            for line in output.splitlines()
+            if not line.startswith(("srun: ", "slurmstepd-", "node "))
+        ]
         assert lines[0].startswith(error)
         # What only the ranks can see a second node repeats, if the first one takes 5 s to be gone.
         assert lines == lines[:1] or ("holds a run" in error and lines == lines[:1] * 2)
@@ -247,11 +321,20 @@ def test_bad_input_is_one_error_and_no_requeue(jobs: Jobs) -> None:
 
 
 def test_a_job_that_always_fails_is_given_up(jobs: Jobs) -> None:
-    job = jobs.submit(*SHORT, "name=bad one", "optimizer.lr=1e30", "scheduler=constant", DDP_TRAINER_MAX_RESTARTS="1")
+    job = jobs.submit(
+        *SHORT,
+        "name=bad one",
+        "optimizer.lr=1e30",
+        "scheduler=constant",
+        DDP_TRAINER_MAX_RESTARTS="1",
+    )
     assert jobs.slurm.wait(job, deadline=400) == "FAILED"
-    [record], output = jobs.slurm.show(job), jobs.slurm.output(job)
+    [record] = jobs.slurm.show(job)
+    output = jobs.slurm.output(job)
     assert (record["ExitCode"], record["Restarts"]) == ("1:0", "1"), output
     assert output.count("requeueing job") == 1
-    assert output.splitlines()[-1].startswith("slurm.sbatch: gave up: 2 starts in a row have made no checkpoint")
+    assert output.splitlines()[-1].startswith(
+        "slurm.sbatch: gave up: 2 starts in a row have made no checkpoint"
+    )
     assert f"to continue: sbatch --nodes=2 {SCRIPT}" in output
     assert r"name=bad\ one" in output

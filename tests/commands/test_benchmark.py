@@ -1,4 +1,6 @@
-"""``benchmark``: every strategy side by side, those of plug-ins included; the table, the JSON file and the picture."""
+"""``benchmark``: every strategy side by side, those of plug-ins included; the table, the JSON file
+and the picture.
+"""
 
 import json
 from contextlib import ExitStack
@@ -23,10 +25,21 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Rows, dict[str, str]]:
-    """Return the output of a benchmark, its rows by strategy, and the reasons why others were left out."""
+    """Return the output of a benchmark, its rows by strategy, and the reasons why others were left
+    out.
+    """
     folder = tmp_path_factory.mktemp("benchmark")
-    done = succeed("benchmark", "rounds=2", "steps=8", *TINY, f"output_dir={folder}", "name=run", ranks=2, deadline=240,
-                   **PLUGIN)  # fmt: skip
+    done = succeed(
+        "benchmark",
+        "rounds=2",
+        "steps=8",
+        *TINY,
+        f"output_dir={folder}",
+        "name=run",
+        ranks=2,
+        deadline=240,
+        **PLUGIN,
+    )
     assert (folder / "benchmark-run/benchmark.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     result = json.loads((folder / "benchmark-run/benchmark.json").read_text())
     return done.output, {row["name"]: row for row in result["rows"]}, result["left_out"]
@@ -36,7 +49,10 @@ def test_every_registered_strategy_is_compared_or_left_out_with_the_reason(
     run: tuple[str, Rows, dict[str, str]],
 ) -> None:
     output, rows, left_out = run
-    assert {name.partition(",")[0] for name in (*rows, *left_out)} == {*registry.choices("sync"), "reduce_broadcast"}
+    assert {name.partition(",")[0] for name in (*rows, *left_out)} == {
+        *registry.choices("sync"),
+        "reduce_broadcast",
+    }
     assert list(left_out) == ["data_parallel"]
     assert "left out: sync=data_parallel is for one process with GPUs" in output
     assert {*VARIANTS, "parameter_server, 2"} < rows.keys()
@@ -60,7 +76,11 @@ def test_at_least_the_expected_bytes_were_sent(run: tuple[str, Rows, dict[str, s
         assert row["sent_bytes"] >= 0.99 * (row["expected_sent_bytes"] or 0)
     parameters = rows["ddp"]["expected_sent_bytes"]  # 2 · (W − 1) / W · m is m for two ranks
     assert rows["ddp, fp16 hook"]["expected_sent_bytes"] == parameters / 2
-    assert rows["ring"]["expected_sent_bytes"] == rows["parameter_server, 1"]["expected_sent_bytes"] == parameters
+    assert (
+        rows["ring"]["expected_sent_bytes"]
+        == rows["parameter_server, 1"]["expected_sent_bytes"]
+        == parameters
+    )
     assert rows["reduce_broadcast"]["expected_sent_bytes"] is None
 
 
@@ -82,5 +102,8 @@ def test_strategies_that_do_not_support_the_precision_are_left_out() -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file/x\.json was not written: "), writing(tmp_path / "file" / "x.json"):
+    with (
+        pytest.raises(ConfigError, match=r"file/x\.json was not written: "),
+        writing(tmp_path / "file" / "x.json"),
+    ):
         pass

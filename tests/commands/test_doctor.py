@@ -24,7 +24,9 @@ def examined(folder: str) -> list[Finding]:
 def test_ranks_come_to_the_same_findings(tmp_path: Path) -> None:
     first, second = on_ranks(2, examined, str(tmp_path))
     assert first == second
-    assert {"all-reduce, latency", "all-reduce, bandwidth", "clocks"} <= {finding.name for finding in first}
+    assert {"all-reduce, latency", "all-reduce, bandwidth", "clocks"} <= {
+        finding.name for finding in first
+    }
     assert not any(finding.is_error for finding in first)
 
 
@@ -42,11 +44,18 @@ def test_nodes_that_differ_are_listed_and_must_have_the_same_versions() -> None:
     values = "node0: 8 cores; node1: 8 cores; node2: 1 core"
     assert merge(different) == Finding("cores", values, "node2: start fewer ranks")
     versions = merge({f"node{n}": Finding("versions", f"torch 2.{n}") for n in range(2)})
-    assert versions.advice == "versions differ (node0: torch 2.0; node1: torch 2.1): install the same on all nodes"
+    assert (
+        versions.advice
+        == "versions differ (node0: torch 2.0; node1: torch 2.1): install the same on all nodes"
+    )
     assert versions.is_error
 
 
 def test_clocks_are_a_warning_from_one_second_and_an_error_from_five() -> None:
     rows = [clock_finding({"node0": 0.0, "node1": seconds}) for seconds in (0.9, -1.1, 5.1)]
-    assert [(bool(row.advice), row.is_error) for row in rows] == [(False, False), (True, False), (True, True)]
+    assert [(bool(row.advice), row.is_error) for row in rows] == [
+        (False, False),
+        (True, False),
+        (True, True),
+    ]
     assert rows[1].advice.startswith("the clock of node1 differs by 1.1 s")

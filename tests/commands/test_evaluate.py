@@ -1,4 +1,6 @@
-"""``evaluate``: the same scores at any number of ranks, those of the training, on every split, and clear errors."""
+"""``evaluate``: the same scores at any number of ranks, those of the training, on every split, and
+clear errors.
+"""
 
 import csv
 import json
@@ -32,7 +34,9 @@ def metrics_of(run_dir: Path, name: str) -> dict[str, Any]:
     return json.loads((run_dir / f"evaluation/{name}/metrics.json").read_text())
 
 
-def write_digits(root: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 200) -> Path:
+def write_digits(
+    root: Path, *, splits: tuple[str, ...] = ("train", "val"), count: int = 200
+) -> Path:
     """Write handwritten digits as a folder of images with a folder per class."""
     datasets = build_digits(DigitsConfig())
     for split in splits:
@@ -49,8 +53,13 @@ def words_for(data: str, folder: Path) -> tuple[str, ...]:
     if data != "imagefolder":
         return (f"data={data}",)
     root = write_digits(folder / "images")
-    return ("data=imagefolder", f"data.root={root}", "data.image_size=16", f"data.cache_dir={folder}",
-            "global_batch_size=64")  # fmt: skip
+    return (
+        "data=imagefolder",
+        f"data.root={root}",
+        "data.image_size=16",
+        f"data.cache_dir={folder}",
+        "global_batch_size=64",
+    )
 
 
 @pytest.fixture
@@ -64,18 +73,34 @@ def test_a_folder_whose_name_is_not_utf_8_can_be_printed(digits_run: Path, tmp_p
     assert rf"{tmp_path}/r\udcff/report.html (" in succeed("report", run_dir).output
 
 
-def test_the_matrix_is_the_same_at_any_number_of_ranks_and_top1_that_of_the_training(tmp_path: Path) -> None:
+def test_the_matrix_is_the_same_at_any_number_of_ranks_and_top1_that_of_the_training(
+    tmp_path: Path,
+) -> None:
     names = ("digits", "fashion_mnist", "imagefolder")
-    train_all(2, [(*LENET, *words_for(name, tmp_path), f"output_dir={tmp_path}", f"name={name}") for name in names])
+    train_all(
+        2,
+        [
+            (*LENET, *words_for(name, tmp_path), f"output_dir={tmp_path}", f"name={name}")
+            for name in names
+        ],
+    )
     matrices: dict[str, set[bytes]] = {name: set() for name in names}
     for ranks in (1, 2, 3):
-        on_ranks(ranks, _evaluate, *([str(tmp_path / name), "checkpoint=last"] for name in names), deadline=120)
+        on_ranks(
+            ranks,
+            _evaluate,
+            *([str(tmp_path / name), "checkpoint=last"] for name in names),
+            deadline=120,
+        )
         for name in names:
-            summary, metrics = read_summary(tmp_path / name), metrics_of(tmp_path / name, "last-test")
+            summary = read_summary(tmp_path / name)
+            metrics = metrics_of(tmp_path / name, "last-test")
             assert metrics["top1"] == summary["eval/top1"]
             assert metrics["loss"] == pytest.approx(summary["eval/loss"], rel=1e-6)
             assert metrics["count"] == summary["eval/count"]
-            matrices[name].add((tmp_path / name / "evaluation/last-test/confusion_matrix.csv").read_bytes())
+            matrices[name].add(
+                (tmp_path / name / "evaluation/last-test/confusion_matrix.csv").read_bytes()
+            )
     for name, (matrix,) in matrices.items():
         rows = list(csv.reader(matrix.decode().splitlines()))[1:]
         correct = sum(int(row[number]) for number, row in enumerate(rows, 1))
@@ -103,7 +128,14 @@ def test_the_last_checkpoint_is_the_newest_good_one(run_dir: Path) -> None:
 
 
 def test_every_split_has_its_own_images(tmp_path: Path) -> None:
-    train_on(1, *LENET, "data=digits", "data.validation_fraction=0.25", f"output_dir={tmp_path}", "name=run")
+    train_on(
+        1,
+        *LENET,
+        "data=digits",
+        "data.validation_fraction=0.25",
+        f"output_dir={tmp_path}",
+        "name=run",
+    )
     splits = ("test", "validation", "train")
     commands = [[str(tmp_path / "run"), "checkpoint=last", f"split={split}"] for split in splits]
     on_ranks(2, _evaluate, *commands)
@@ -118,8 +150,14 @@ def test_every_split_has_its_own_images(tmp_path: Path) -> None:
 
 
 def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
-    train_on(1, *LENET, *words_for("imagefolder", tmp_path), "data.on_bad_image=skip", f"output_dir={tmp_path}",
-             "name=run")  # fmt: skip
+    train_on(
+        1,
+        *LENET,
+        *words_for("imagefolder", tmp_path),
+        "data.on_bad_image=skip",
+        f"output_dir={tmp_path}",
+        "name=run",
+    )
     other = write_digits(tmp_path / "other", splits=("",), count=60)
     next((other / "digit 3").iterdir()).write_bytes(b"no image")
     on_ranks(2, evaluate.main, [str(tmp_path / "run"), f"data.root={other}", "checkpoint=last"])
@@ -128,7 +166,9 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
     assert metrics["data"] == {"name": "imagefolder", "root": str(other)}
     mistakes = json.loads((tmp_path / "run/evaluation/last-test/mistakes.json").read_text())
     assert mistakes
-    assert all(os.path.dirname(mistake["path"]) == str(other / mistake["label"]) for mistake in mistakes)
+    assert all(
+        os.path.dirname(mistake["path"]) == str(other / mistake["label"]) for mistake in mistakes
+    )
     changed = next((tmp_path / "images/val/digit 1").iterdir())
     changed.rename(changed.with_stem("renamed"))
     done = succeed("evaluate", str(tmp_path / "run"), "checkpoint=last")
@@ -136,11 +176,20 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
     (other / "digit 3").rename(other / "cow")
     done = launch("evaluate", str(tmp_path / "run"), f"data.root={other}")
     assert done.code == 2
-    assert f"error: {other} has the class 'cow', which the training images do not have" in done.output
+    assert (
+        f"error: {other} has the class 'cow', which the training images do not have" in done.output
+    )
 
 
 def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path: Path) -> None:
-    words = (*TINY, *BATCHNORM, "ema.decay=0.5", "max_steps=3", f"output_dir={tmp_path}", "name=run")
+    words = (
+        *TINY,
+        *BATCHNORM,
+        "ema.decay=0.5",
+        "max_steps=3",
+        f"output_dir={tmp_path}",
+        "name=run",
+    )
     summary = train_on(2, *words)
     on_ranks(1, evaluate.main, [str(tmp_path / "run"), "checkpoint=last"])
     metrics = metrics_of(tmp_path / "run", "last-test")
@@ -153,7 +202,11 @@ def test_a_checkpoint_of_another_format_or_a_missing_plugin_is_one_line(
 ) -> None:
     path = sorted((run_dir / "checkpoints").glob("step-*.pt"))[-1]
     state = torch.load(path, weights_only=True)
-    old = {key: value for key, value in state.items() if key not in ("preprocessing", "data_fingerprint")}
+    old = {
+        key: value
+        for key, value in state.items()
+        if key not in ("preprocessing", "data_fingerprint")
+    }
     unknown = state | {"config": state["config"] | {"model": {"name": "mine"}}}
     of_earlier = f"{path} was written by another version of ddp_trainer"
     renamed = state | {"config": state["config"] | {"num_microbatches": 1}}

@@ -1,4 +1,6 @@
-"""``export``: files that give the checkpoint's probabilities in a process that does not have this package."""
+"""``export``: files that give the checkpoint's probabilities in a process that does not have this
+package.
+"""
 
 import json
 import os
@@ -24,7 +26,8 @@ model.conv1 = nn.Conv2d(1, 64, kernel_size=3, padding=1, bias=False)
 model.maxpool = nn.Identity()
 """
 LENET = """
-model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
+model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
+                      nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2),
                       nn.Flatten(), nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10))
 """
 MOBILENET = """
@@ -71,9 +74,21 @@ np.savez("found.npz", **found)
 
 
 def trained(folder: Path, *words: str) -> Path:
-    """Train two steps on real images of clothes, of which 1,200 are held out, and return the run directory."""
-    train_on(1, *words, "data=fashion_mnist", "data.validation_fraction=0.02", "precision=fp32", "global_batch_size=64",
-             "max_steps=2", "logger=[]", f"output_dir={folder}", "name=run")  # fmt: skip
+    """Train two steps on real images of clothes, of which 1,200 are held out, and return the run
+    directory.
+    """
+    train_on(
+        1,
+        *words,
+        "data=fashion_mnist",
+        "data.validation_fraction=0.02",
+        "precision=fp32",
+        "global_batch_size=64",
+        "max_steps=2",
+        "logger=[]",
+        f"output_dir={folder}",
+        "name=run",
+    )
     return folder / "run"
 
 
@@ -83,32 +98,43 @@ def lenet_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", CHOSEN, ids=lambda words: words[-1])
-def test_each_file_agrees_where_this_package_is_not_installed(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_each_file_agrees_where_this_package_is_not_installed(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     run_dir = trained(tmp_path, *words)
     export.main([str(run_dir), "checkpoint=last"])
     images = example_images(load_model(run_dir, "last"), 1000)
     np.save(run_dir / "export/images.npy", images.numpy())
-    done = run_command([sys.executable, "-c", LOADED.format(model=MODELS[words])], cwd=run_dir / "export")
+    done = run_command(
+        [sys.executable, "-c", LOADED.format(model=MODELS[words])], cwd=run_dir / "export"
+    )
     assert done.code == 0, done.output
     expected = ddp_trainer.load(run_dir, checkpoint="last").probabilities(images)
     assert len(images) == 1000
     with np.load(run_dir / "export/found.npz") as found:
-        differences = {name: float(np.abs(found[name] - expected.numpy()).max()) for name in found.files}
+        differences = {
+            name: float(np.abs(found[name] - expected.numpy()).max()) for name in found.files
+        }
     print(words, differences)
     assert sorted(differences) == ["onnx", "pt2", "safetensors"]
     assert max(differences.values()) <= TOLERANCE
 
 
 def test_the_preprocessing_may_be_outside(lenet_run: Path) -> None:
-    export.main([str(lenet_run), "checkpoint=2", "format=pt2", "preprocessing=outside", "check_images=100"])
+    export.main(
+        [str(lenet_run), "checkpoint=2", "format=pt2", "preprocessing=outside", "check_images=100"]
+    )
     model = torch.export.load(lenet_run / "export/model.pt2").module()
     loaded = load_model(lenet_run, "2")
     images = example_images(loaded, 30)
     expected = ddp_trainer.load(lenet_run, checkpoint="2").probabilities(images)
     with torch.no_grad():
-        torch.testing.assert_close(model((images / 255 - 0.286) / 0.353), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            model((images / 255 - 0.286) / 0.353), expected, rtol=0, atol=1e-6
+        )
     assert (
-        "pixels / 255, minus the mean [0.286], divided by [0.353]" in (lenet_run / "export/model_card.md").read_text()
+        "pixels / 255, minus the mean [0.286], divided by [0.353]"
+        in (lenet_run / "export/model_card.md").read_text()
     )
 
 
@@ -126,8 +152,18 @@ def test_the_model_card_has_what_others_need(lenet_run: Path) -> None:
     export.main([str(lenet_run), "checkpoint=last", "format=safetensors", "check_images=50"])
     text = (lenet_run / "export/model_card.md").read_text()
     summary = json.loads((lenet_run / "summary.json").read_text())
-    parts = ["uint8 [N, 1, 28, 28]", f"top-1 {summary['eval/top1']:.4f}", "1,200 validation images", "9. Ankle boot"]
-    parts += ["on 50 images", "name: fashion_mnist", f"- torch {torch.__version__.partition('+')[0]}", "step 2"]
+    parts = [
+        "uint8 [N, 1, 28, 28]",
+        f"top-1 {summary['eval/top1']:.4f}",
+        "1,200 validation images",
+        "9. Ankle boot",
+    ]
+    parts += [
+        "on 50 images",
+        "name: fashion_mnist",
+        f"- torch {torch.__version__.partition('+')[0]}",
+        "step 2",
+    ]
     for part in parts:
         assert part in text, part
     assert "onnx" not in text
@@ -136,7 +172,12 @@ def test_the_model_card_has_what_others_need(lenet_run: Path) -> None:
 def test_without_the_data_the_comparison_can_be_left_out(
     lenet_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(lenet_run), "format=safetensors", f"data.root={tmp_path}/missing", "checkpoint=last"]
+    words = [
+        str(lenet_run),
+        "format=safetensors",
+        f"data.root={tmp_path}/missing",
+        "checkpoint=last",
+    ]
     with pytest.raises(SystemExit, match=r"^2$"):
         export.main(words)
     [line] = capsys.readouterr().err.splitlines()

@@ -11,13 +11,23 @@ from ddp_trainer.performance.costs import VARIANTS
 
 
 def test_two_ranks_plan_for_more(tmp_path: Path) -> None:
-    done = succeed("plan", "ranks=1,2,4096", "steps=3", *TINY, f"output_dir={tmp_path}", "name=run", ranks=2,
-                   deadline=200)  # fmt: skip
+    done = succeed(
+        "plan",
+        "ranks=1,2,4096",
+        "steps=3",
+        *TINY,
+        f"output_dir={tmp_path}",
+        "name=run",
+        ranks=2,
+        deadline=200,
+    )
     assert "│ 4,096 " in done.output
     assert "not predicted: sync=local_sgd" in done.output
     plan = json.loads((tmp_path / "plan-run/plan.json").read_text())
     predictions = {(p["strategy"], p["world_size"]): p for p in plan["predictions"]}
-    assert predictions.keys() == {(strategy, ranks) for strategy in VARIANTS for ranks in (1, 2, 4096)}
+    assert predictions.keys() == {
+        (strategy, ranks) for strategy in VARIANTS for ranks in (1, 2, 4096)
+    }
     for strategy in VARIANTS:
         efficiencies = [predictions[strategy, ranks]["efficiency"] for ranks in (1, 2, 4096)]
         assert efficiencies == sorted(efficiencies, reverse=True)
@@ -26,7 +36,16 @@ def test_two_ranks_plan_for_more(tmp_path: Path) -> None:
 
 
 def test_one_rank_plans_for_a_network_that_is_given(tmp_path: Path) -> None:
-    succeed("plan", "ranks=1,8", "bandwidth_mbit=1000", "latency_us=50", "steps=2", *TINY, f"output_dir={tmp_path}",
-            "name=run", deadline=200)  # fmt: skip
+    succeed(
+        "plan",
+        "ranks=1,8",
+        "bandwidth_mbit=1000",
+        "latency_us=50",
+        "steps=2",
+        *TINY,
+        f"output_dir={tmp_path}",
+        "name=run",
+        deadline=200,
+    )
     network = json.loads((tmp_path / "plan-run/plan.json").read_text())["network"]
     assert (network["latency"], network["bandwidth"]) == (50e-6, 125e6)

@@ -1,4 +1,6 @@
-"""``predict`` and `load`: the probabilities of ``evaluate`` for the same files, in their order; bad files are named."""
+"""``predict`` and `load`: the probabilities of ``evaluate`` for the same files, in their order; bad
+files are named.
+"""
 
 import json
 import subprocess
@@ -27,7 +29,8 @@ COMMON = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]", "num_thr
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of pictures of many sizes with a folder per class."""
-    root, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
     for split in ("train", "val"):
         for name, level in (("dark", 124), ("light", 132)):
             (root / split / name).mkdir(parents=True)
@@ -41,12 +44,23 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_dir(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    train_on(1, *COMMON, "data=imagefolder", f"data.root={images}", "data.image_size=16", "global_batch_size=16",
-             f"data.cache_dir={folder}", f"output_dir={folder}", "name=run")  # fmt: skip
+    train_on(
+        1,
+        *COMMON,
+        "data=imagefolder",
+        f"data.root={images}",
+        "data.image_size=16",
+        "global_batch_size=16",
+        f"data.cache_dir={folder}",
+        f"output_dir={folder}",
+        "name=run",
+    )
     return folder / "run"
 
 
-def predicted(capsys: pytest.CaptureFixture[str], run_dir: Path, *words: str) -> tuple[list[dict[str, Any]], str]:
+def predicted(
+    capsys: pytest.CaptureFixture[str], run_dir: Path, *words: str
+) -> tuple[list[dict[str, Any]], str]:
     """Return the lines on stdout, and stderr."""
     predict.main([str(run_dir), *words])
     captured = capsys.readouterr()
@@ -78,11 +92,22 @@ def test_probabilities_are_those_of_an_evaluation_of_the_same_files(
 def test_bad_files_are_named_and_the_order_is_kept(
     run_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = [str(images / "val/dark/0.png"), str(images / "val/light/1.png"), str(images / "val/dark/2.png")]
+    good = [
+        str(images / "val/dark/0.png"),
+        str(images / "val/light/1.png"),
+        str(images / "val/dark/2.png"),
+    ]
     (tmp_path / "text.png").write_text("text")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "a\nb.jpg").symlink_to(good[0])
-    words = [good[1], str(tmp_path / "text.png"), good[0], str(tmp_path / "empty"), good[2], str(tmp_path / "a\nb.jpg")]
+    words = [
+        good[1],
+        str(tmp_path / "text.png"),
+        good[0],
+        str(tmp_path / "empty"),
+        good[2],
+        str(tmp_path / "a\nb.jpg"),
+    ]
     lines, errors = predicted(capsys, run_dir, *words, "batch_size=2", "top=1")
     assert [line["path"] for line in lines] == [good[1], good[0], good[2], words[-1]]
     assert [len(line["top"]) for line in lines] == [1] * 4
@@ -95,11 +120,19 @@ def test_bad_files_are_named_and_the_order_is_kept(
 
 
 @pytest.mark.parametrize("separator", ["\n", "\0"])
-def test_paths_come_from_stdin_and_a_reader_may_stop_early(separator: str, run_dir: Path, images: Path) -> None:
+def test_paths_come_from_stdin_and_a_reader_may_stop_early(
+    separator: str, run_dir: Path, images: Path
+) -> None:
     paths = sorted(map(str, (images / "val").rglob("*.png")))
     command = [sys.executable, "-m", "ddp_trainer", "predict", str(run_dir), "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          env=clean_environment()) as process:  # fmt: skip
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(separator.join(paths * 40))
@@ -164,12 +197,32 @@ def test_pictures_of_any_size_and_color_reach_a_model_of_gray_digits(digits_run:
 def test_errors_of_the_library_call_name_the_cause(run_dir: Path, tmp_path: Path) -> None:
     wrong: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: ddp_trainer.load(tmp_path), ConfigError, "is not a run directory"),
-        (lambda: ddp_trainer.load(run_dir, checkpoint="first"), ConfigError, "checkpoint=first of .* choose from best"),
-        (lambda: ddp_trainer.load(run_dir, device="gpu"), ConfigError, "device=gpu must be one of auto, cpu, cuda"),
-        (lambda: ddp_trainer.load(run_dir)(tmp_path / "missing.png"), BadImageError, "No such file"),
-        (lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 3))), ValueError, "pixels must be uint8"),
-        (lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 2), np.uint8)), ValueError, "the image has 2 channels"),
-    ]  # fmt: skip
+        (
+            lambda: ddp_trainer.load(run_dir, checkpoint="first"),
+            ConfigError,
+            "checkpoint=first of .* choose from best",
+        ),
+        (
+            lambda: ddp_trainer.load(run_dir, device="gpu"),
+            ConfigError,
+            "device=gpu must be one of auto, cpu, cuda",
+        ),
+        (
+            lambda: ddp_trainer.load(run_dir)(tmp_path / "missing.png"),
+            BadImageError,
+            "No such file",
+        ),
+        (
+            lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 3))),
+            ValueError,
+            "pixels must be uint8",
+        ),
+        (
+            lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 2), np.uint8)),
+            ValueError,
+            "the image has 2 channels",
+        ),
+    ]
     for call, kind, message in wrong:
         with pytest.raises(kind, match=message):
             call()
@@ -177,6 +230,8 @@ def test_errors_of_the_library_call_name_the_cause(run_dir: Path, tmp_path: Path
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_part_of_a_picture_is_that_of_an_evaluation(seed: int) -> None:
-    preprocessing = Preprocessing(mean=[0.5], std=[0.5], image_shape=[3, 224, 224], center_crop=0.875)
+    preprocessing = Preprocessing(
+        mean=[0.5], std=[0.5], image_shape=[3, 224, 224], center_crop=0.875
+    )
     for height, width in np.random.default_rng(seed).integers(1, 3000, (200, 2)).tolist():
         assert preprocessing.box(height, width) == center_box(height, width)

@@ -32,7 +32,9 @@ def test_help_lists_the_commands_and_the_choices_of_each_group() -> None:
     for command in COMMANDS:
         assert re.search(rf"^  {command} +\w+", text, re.MULTILINE), command
     for group in registry.GROUPS:
-        assert re.search(rf"^  {group} +{', '.join(registry.choices(group))}$", text, re.MULTILINE), group
+        assert re.search(
+            rf"^  {group} +{', '.join(registry.choices(group))}$", text, re.MULTILINE
+        ), group
 
 
 def test_help_of_train_lists_every_key_with_its_default() -> None:
@@ -47,17 +49,28 @@ def test_help_of_train_lists_every_key_with_its_default() -> None:
 def test_every_command_explains_its_options(command: str, tmp_path: Path) -> None:
     done = succeed(command, "--help", cwd=tmp_path)
     assert done.output.startswith("usage: ")
-    assert f"ddp_trainer {'[train]' if command == 'train' else command}" in done.output.splitlines()[0]
+    assert (
+        f"ddp_trainer {'[train]' if command == 'train' else command}" in done.output.splitlines()[0]
+    )
     if command in ("evaluate", "predict"):
         assert "checkpoint=best" in done.output
 
 
-@pytest.mark.parametrize("flags", [("--help",), ("--hydra-help",), ("--cfg", "job", "model=lenet", "optimizer.lr=0.3")])
-def test_what_only_answers_creates_nothing_and_imports_no_torch(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [("--help",), ("--hydra-help",), ("--cfg", "job", "model=lenet", "optimizer.lr=0.3")]
+)
+def test_what_only_answers_creates_nothing_and_imports_no_torch(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [DDP_TRAINER, *flags], env=clean_environment(PYTHONPROFILEIMPORTTIME="1"), cwd=tmp_path, text=True,
-        capture_output=True, timeout=60, check=True,
-    )  # fmt: skip
+        [DDP_TRAINER, *flags],
+        env=clean_environment(PYTHONPROFILEIMPORTTIME="1"),
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "omegaconf" in imported  # the profile was on
     assert "torch" not in imported
@@ -78,8 +91,15 @@ def test_what_only_answers_creates_nothing_and_imports_no_torch(flags: tuple[str
         ("ddp-trainer global_b", {"global_batch_size="}),
     ],
 )
-def test_completion_offers_choices_and_keys(line: str, expected: set[str], without_torch: dict[str, Any]) -> None:
-    done = run_command([DDP_TRAINER, "-sc", "query=bash"], COMP_LINE=line, COMP_POINT=str(len(line)), **without_torch)
+def test_completion_offers_choices_and_keys(
+    line: str, expected: set[str], without_torch: dict[str, Any]
+) -> None:
+    done = run_command(
+        [DDP_TRAINER, "-sc", "query=bash"],
+        COMP_LINE=line,
+        COMP_POINT=str(len(line)),
+        **without_torch,
+    )
     assert done.code == 0, done.output
     assert expected <= set(done.output.split())
 
@@ -102,7 +122,9 @@ def test_bash_completes_in_a_second_of_cpu_time_after_the_line_that_installs_it(
 
 @pytest.mark.fault("--multirun on several ranks")
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_a_sweep_leaves_a_run_directory_a_job_and_nothing_else(ranks: int | None, tmp_path: Path) -> None:
+def test_a_sweep_leaves_a_run_directory_a_job_and_nothing_else(
+    ranks: int | None, tmp_path: Path
+) -> None:
     sweep = ("seed=0,1", "optimizer.lr=0.01,0.1")
     succeed("--multirun", *CHEAP, *sweep, "name=sweep", ranks=ranks, cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
@@ -125,7 +147,9 @@ def test_a_launcher_of_others_is_refused(words: list[str], what: str, tmp_path: 
     folder.mkdir(parents=True)
     target = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
     (folder / "mine.yaml").write_text(f"# @package hydra.launcher\n_target_: {target}\n")
-    done = launch(*words, f"--config-dir={tmp_path}/conf", "hydra/launcher=mine", *CHEAP, cwd=tmp_path)
+    done = launch(
+        *words, f"--config-dir={tmp_path}/conf", "hydra/launcher=mine", *CHEAP, cwd=tmp_path
+    )
     assert done.code == 2
     assert done.output.startswith(f"error: hydra/launcher=mine is {what}: "), done.output
     assert done.output.count("\n") == 1
@@ -134,7 +158,9 @@ def test_a_launcher_of_others_is_refused(words: list[str], what: str, tmp_path: 
 # --- the same command again -----------------------------------------------------------------------
 
 
-def test_max_steps_ends_a_launch_early_and_the_same_command_without_it_resumes(tmp_path: Path) -> None:
+def test_max_steps_ends_a_launch_early_and_the_same_command_without_it_resumes(
+    tmp_path: Path,
+) -> None:
     run_dir = tmp_path / "outputs" / "again"
     command = (*CHEAP, "name=again")
 
@@ -160,7 +186,9 @@ def test_max_steps_ends_a_launch_early_and_the_same_command_without_it_resumes(t
 def test_resume_never_renames_the_former_run(train_in: Callable[..., Path]) -> None:
     run_dir = train_in("fresh", *CHEAP)
     former = (run_dir / "metrics.jsonl").read_bytes()
-    done = succeed(*CHEAP, "name=fresh", f"output_dir={run_dir.parent}", "optimizer.lr=0.3", "resume=never")
+    done = succeed(
+        *CHEAP, "name=fresh", f"output_dir={run_dir.parent}", "optimizer.lr=0.3", "resume=never"
+    )
     [backup] = run_dir.parent.glob("fresh?*")
     assert (backup / "metrics.jsonl").read_bytes() == former
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["lr"] == 0.3

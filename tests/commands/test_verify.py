@@ -33,7 +33,9 @@ def findings_of(run_dir: Path) -> list[str]:
 
 
 def test_a_good_run_has_no_findings(good_run: Path) -> None:
-    assert all(line.endswith(" ok") for line in succeed("verify", str(good_run)).output.splitlines())
+    assert all(
+        line.endswith(" ok") for line in succeed("verify", str(good_run)).output.splitlines()
+    )
 
 
 def test_findings_are_printed_and_the_exit_code_is_1(run_dir: Path) -> None:
@@ -57,7 +59,11 @@ def with_another_digest(text: str) -> str:
     ("name", "change", "finding"),
     [
         ("metrics.jsonl", lambda text: text[:-20], "metrics.jsonl: damaged lines: 1"),
-        ("metrics.jsonl", lambda text: text.replace('"step"', "\x00step", 1), "metrics.jsonl: damaged lines: 1"),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace('"step"', "\x00step", 1),
+            "metrics.jsonl: damaged lines: 1",
+        ),
         (
             "metrics.jsonl",
             lambda text: text.partition("\n")[2].partition("\n")[2],
@@ -70,12 +76,18 @@ def with_another_digest(text: str) -> str:
         ),
         ("metrics.jsonl", with_another_digest, "epoch 0: used 96 samples"),
         ("summary.json", lambda text: text[:40], "summary.json: damaged"),
-        ("summary.json", lambda text: text.replace('"steps": 16', '"steps": 80'), "summary.json: is of step 80"),
+        (
+            "summary.json",
+            lambda text: text.replace('"steps": 16', '"steps": 80'),
+            "summary.json: is of step 80",
+        ),
         ("config.yaml", lambda text: "]" + text, "config.yaml: missing or damaged"),
         ("config.yaml", lambda text: f"x: !!int ''\n{text}", "config.yaml: missing or damaged"),
     ],
 )
-def test_damage_is_a_finding(name: str, change: Callable[[str], str], finding: str, run_dir: Path) -> None:
+def test_damage_is_a_finding(
+    name: str, change: Callable[[str], str], finding: str, run_dir: Path
+) -> None:
     path = run_dir / name
     changed = change(path.read_text())
     assert changed != path.read_text()
@@ -110,4 +122,6 @@ def test_no_flipped_bit_and_no_cut_ends_in_a_traceback(good_run: Path, tmp_path:
 
 def test_tensors_of_checkpoints_are_not_kept_in_memory(good_run: Path) -> None:
     states = RunFiles(good_run).checkpoints.values()
-    assert all(not isinstance(state, str) and {"model", "optimizer"}.isdisjoint(state) for state in states)
+    assert all(
+        not isinstance(state, str) and {"model", "optimizer"}.isdisjoint(state) for state in states
+    )

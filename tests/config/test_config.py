@@ -60,7 +60,11 @@ def test_a_run_is_named_after_its_choices() -> None:
 def test_a_config_survives_yaml() -> None:
     once = plain("model=lenet", "precision=bf16", "resume=never")
     assert yaml.safe_load(yaml.safe_dump(once)) == once
-    assert (once["precision"], once["resume"], once["model"]["init"]) == ("bf16", "never", "default")
+    assert (once["precision"], once["resume"], once["model"]["init"]) == (
+        "bf16",
+        "never",
+        "default",
+    )
 
 
 def test_every_key_is_known_with_a_type_that_has_words() -> None:
@@ -74,16 +78,33 @@ def test_every_key_is_known_with_a_type_that_has_words() -> None:
 
 def test_digests_are_equal_exactly_when_configs_are() -> None:
     assert config_digest(compose("seed=1")) == config_digest(compose("seed=1"))
-    different = [(), ("seed=1",), ("optimizer.lr=0.3",), ("data.augment.random_hflip=true",), ("resume=must",)]
+    different = [
+        (),
+        ("seed=1",),
+        ("optimizer.lr=0.3",),
+        ("data.augment.random_hflip=true",),
+        ("resume=must",),
+    ]
     assert len({config_digest(compose(*overrides)) for overrides in different}) == len(different)
 
 
 def test_what_does_not_change_the_training_is_free_to_change() -> None:
     free = (
-        "name=x", "output_dir=y", "epochs=99", "max_steps=3", "eval_batch_size=7", "num_threads=1", "device=cpu",
-        "backend=gloo", "timeout_seconds=9", "log_every_steps=3", "resume=must", "checkpoint.keep_last=9",
-        "sync.bucket_cap_mb=1", "data.num_workers=7",
-    )  # fmt: skip
+        "name=x",
+        "output_dir=y",
+        "epochs=99",
+        "max_steps=3",
+        "eval_batch_size=7",
+        "num_threads=1",
+        "device=cpu",
+        "backend=gloo",
+        "timeout_seconds=9",
+        "log_every_steps=3",
+        "resume=must",
+        "checkpoint.keep_last=9",
+        "sync.bucket_cap_mb=1",
+        "data.num_workers=7",
+    )
     assert training_changes(plain(), plain(*free)) == []
 
 
@@ -120,7 +141,11 @@ def test_a_rank_may_have_microbatches_of_one_sample_and_a_batch_of_one() -> None
 def test_every_key_has_a_description() -> None:
     sections = {"augment", "check", "checkpoint", "ema", *registry.GROUPS}
     for schema in SCHEMAS:
-        names = {field.name for field in fields(schema)} - sections - (set() if schema is Config else {"name"})
+        names = (
+            {field.name for field in fields(schema)}
+            - sections
+            - (set() if schema is Config else {"name"})
+        )
         assert names <= {name for name, text in field_docstrings(schema).items() if text}, schema
 
 

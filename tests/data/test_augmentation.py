@@ -9,7 +9,8 @@ from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
 
 EVERYTHING = AugmentConfig(random_crop_padding=2, random_hflip=True, random_erasing=0.5)
-HEIGHT, WIDTH = 6, 9
+HEIGHT = 6
+WIDTH = 9
 
 
 def augmentation(config: AugmentConfig = EVERYTHING, *, seed: int = 0) -> Augmentation:
@@ -27,17 +28,27 @@ def equal(one: AugmentationParams, other: AugmentationParams) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
-def change_one_by_one(images: Tensor, ids: Tensor, draws: AugmentationParams, config: AugmentConfig) -> Tensor:
-    """Return what training sees of uint8 images, without normalisation, by loops over images, rows and columns."""
-    pad, changed = config.random_crop_padding, []
+def change_one_by_one(
+    images: Tensor, ids: Tensor, draws: AugmentationParams, config: AugmentConfig
+) -> Tensor:
+    """Return what training sees of uint8 images, without normalisation, by loops over images, rows
+    and columns.
+    """
+    pad = config.random_crop_padding
+    changed = []
     for n, image in enumerate(images[ids].tolist()):
         new = torch.zeros(len(image), HEIGHT, WIDTH)
         for row in range(HEIGHT):
             for column in range(WIDTH):
-                from_column = WIDTH - 1 - column if draws.flips is not None and draws.flips[n] else column
+                from_column = (
+                    WIDTH - 1 - column if draws.flips is not None and draws.flips[n] else column
+                )
                 dy, dx = (0, 0) if draws.offsets is None else (draws.offsets[n] - pad).tolist()
-                y, x = row + dy, from_column + dx
-                top, left, bottom, right = (0, 0, 0, 0) if draws.boxes is None else draws.boxes[n].tolist()
+                y = row + dy
+                x = from_column + dx
+                top, left, bottom, right = (
+                    (0, 0, 0, 0) if draws.boxes is None else draws.boxes[n].tolist()
+                )
                 blank = top <= row < bottom and left <= column < right
                 if 0 <= y < HEIGHT and 0 <= x < WIDTH and not blank:
                     new[:, row, column] = torch.tensor([channel[y][x] for channel in image])
@@ -56,10 +67,14 @@ configs = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(configs, st.integers(1, 3), st.integers(0, 1000))
 @example(AugmentConfig(), 1, 0)
-def test_a_batch_is_what_a_loop_over_images_gives(config: AugmentConfig, channels: int, seed: int) -> None:
+def test_a_batch_is_what_a_loop_over_images_gives(
+    config: AugmentConfig, channels: int, seed: int
+) -> None:
     augment = augmentation(config, seed=seed)
     random = torch.Generator().manual_seed(seed)
-    images = torch.randint(1, 256, (8, channels, HEIGHT, WIDTH), dtype=torch.uint8, generator=random)
+    images = torch.randint(
+        1, 256, (8, channels, HEIGHT, WIDTH), dtype=torch.uint8, generator=random
+    )
     ids = torch.randperm(8, generator=random)[:5]
     draws = augment.draw(5, epoch=0)
     batch = augment.erase(augment.crop(augment.pad(images)[ids], draws).float(), draws)
@@ -87,7 +102,9 @@ def test_one_kind_of_draw_does_not_depend_on_the_others() -> None:
 
 def test_crops_reach_every_offset_and_half_of_the_images_are_mirrored() -> None:
     offsets, flips, _ = tensors(augmentation().draw(20_000, epoch=0))
-    counts = torch.zeros(5, 5).index_put_((offsets[:, 0], offsets[:, 1]), torch.ones(20_000), accumulate=True)
+    counts = torch.zeros(5, 5).index_put_(
+        (offsets[:, 0], offsets[:, 1]), torch.ones(20_000), accumulate=True
+    )
     assert (counts / 20_000 - 1 / 25).abs().max() < 0.007  # 5 standard deviations
     assert abs(float(flips.double().mean()) - 0.5) < 0.018
 
@@ -109,9 +126,14 @@ def test_rectangles_are_as_often_and_as_large_as_configured_and_inside_the_image
 
 
 def test_a_rectangle_of_an_odd_aspect_stays_inside_a_narrow_image() -> None:
-    boxes = Augmentation(AugmentConfig(random_erasing=1.0), height=3, width=40, seed=0).draw(5000, epoch=0).boxes
+    boxes = (
+        Augmentation(AugmentConfig(random_erasing=1.0), height=3, width=40, seed=0)
+        .draw(5000, epoch=0)
+        .boxes
+    )
     assert boxes is not None
-    corners, opposite = boxes[:, :2], boxes[:, 2:]
+    corners = boxes[:, :2]
+    opposite = boxes[:, 2:]
     assert bool(((corners >= 0) & (corners < opposite) & (opposite <= torch.tensor([3, 40]))).all())
 
 

@@ -1,4 +1,6 @@
-"""The images of each data set: digits from the package, Fashion-MNIST from any folder, noise of any shape."""
+"""The images of each data set: digits from the package, Fashion-MNIST from any folder, noise of any
+shape.
+"""
 
 import functools
 import gc
@@ -22,13 +24,21 @@ from runs import compose
 from test_idx import encode
 from torchvision.datasets import FashionMNIST
 
-from ddp_trainer.config.data import AugmentConfig, DataConfig, DigitsConfig, FashionMnistConfig, SyntheticConfig
+from ddp_trainer.config.data import (
+    AugmentConfig,
+    DataConfig,
+    DigitsConfig,
+    FashionMnistConfig,
+    SyntheticConfig,
+)
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import ImageTensors, build_datasets
 from ddp_trainer.data.datasets import fashion_mnist as module
 from ddp_trainer.data.datasets.fashion_mnist import DEBIAN_FOLDER, FILES, download, locate
 
-needs_debians_files = pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+needs_debians_files = pytest.mark.skipif(
+    not DEBIAN_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist"
+)
 
 
 class Resident(NamedTuple):
@@ -68,7 +78,9 @@ def test_a_validation_split_is_held_out_of_the_training_split_and_fixed() -> Non
     assert rows(one.train.images) + rows(one.eval.images) == rows(whole.train.images)
     assert torch.equal(one.eval.images, other.eval.images)
     assert torch.equal(one.train.labels, other.train.labels)
-    with pytest.raises(ConfigError, match=r"data.validation_fraction=0.0001 of 1442 training images"):
+    with pytest.raises(
+        ConfigError, match=r"data.validation_fraction=0.0001 of 1442 training images"
+    ):
         build_resident(digits(validation_fraction=0.0001))
 
 
@@ -76,18 +88,23 @@ def test_a_validation_split_is_held_out_of_the_training_split_and_fixed() -> Non
 
 
 def test_digits_are_split_four_to_one_in_every_class() -> None:
-    splits, again = build_resident(digits()), build_resident(digits())
+    splits = build_resident(digits())
+    again = build_resident(digits())
     assert (splits.train.images.shape, len(splits.eval)) == ((1442, 1, 8, 8), 355)
     assert len(build_datasets(digits()).class_names) == 10
     assert (splits.train.images.dtype, int(splits.train.images.max())) == (torch.uint8, 240)
     for label in range(10):
-        train, held_out = (int((part.labels == label).sum()) for part in (splits.train, splits.eval))
+        train, held_out = (
+            int((part.labels == label).sum()) for part in (splits.train, splits.eval)
+        )
         assert held_out == (train + held_out) // 5
     assert len(rows(splits.train.images) | rows(splits.eval.images)) == 1797  # disjoint
     assert torch.equal(splits.train.images, again.train.images)
 
 
-@pytest.mark.parametrize("name", ["digits", pytest.param("fashion_mnist", marks=needs_debians_files)])
+@pytest.mark.parametrize(
+    "name", ["digits", pytest.param("fashion_mnist", marks=needs_debians_files)]
+)
 def test_the_configured_mean_and_deviation_are_those_of_the_training_images(name: str) -> None:
     config = compose(f"data={name}").data
     pixels = build_resident(config).train.images.double() / 255
@@ -96,16 +113,23 @@ def test_the_configured_mean_and_deviation_are_those_of_the_training_images(name
 
 
 def test_images_that_the_config_does_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.mean=\[0, 0, 0\] and data.std must each have one value per channel"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.mean=\[0, 0, 0\] and data.std must each have one value per channel",
+    ):
         build_resident(digits(mean=[0, 0, 0], std=[1, 1, 1]))
-    with pytest.raises(ConfigError, match=r"random_crop_padding=8 must be smaller than the images of 8×8 pixels"):
+    with pytest.raises(
+        ConfigError, match=r"random_crop_padding=8 must be smaller than the images of 8×8 pixels"
+    ):
         build_resident(digits(augment=AugmentConfig(random_crop_padding=8)))
 
 
 # --- Fashion-MNIST in a folder ------------------------------------------------------------------
 
 
-def write_small_set(folder: Path, *, pack: Callable[[bytes], bytes] = bytes, suffix: str = "") -> Path:
+def write_small_set(
+    folder: Path, *, pack: Callable[[bytes], bytes] = bytes, suffix: str = ""
+) -> Path:
     """Write 6 training and 4 test images of 5×5 pixels as Fashion-MNIST's four files."""
     folder.mkdir(exist_ok=True)
     for prefix, count in (("train", 6), ("t10k", 4)):
@@ -120,7 +144,9 @@ def write_small_set(folder: Path, *, pack: Callable[[bytes], bytes] = bytes, suf
 def test_a_folder_of_raw_or_compressed_files_is_read(
     pack: Callable[[bytes], bytes], suffix: str, tmp_path: Path
 ) -> None:
-    splits = build_resident(fashion_mnist(write_small_set(tmp_path / "root", pack=pack, suffix=suffix)))
+    splits = build_resident(
+        fashion_mnist(write_small_set(tmp_path / "root", pack=pack, suffix=suffix))
+    )
     assert splits.train.images.flatten().tolist() == list(range(150))
     assert splits.train.images.shape == (6, 1, 5, 5)
     assert splits.eval.labels.tolist() == [0, 1, 2, 3]
@@ -141,10 +167,16 @@ def zeros(*shape: int) -> bytes:
 
 DAMAGES = {
     "train-images-idx3-ubyte is damaged: it has 165 bytes and": (FILES[0], zeros(6, 5, 5)[:-1]),
-    "train-images-idx3-ubyte is not an IDX file of images: it begins with 00 00 08 01": (FILES[0], zeros(6)),
+    "train-images-idx3-ubyte is not an IDX file of images: it begins with 00 00 08 01": (
+        FILES[0],
+        zeros(6),
+    ),
     "train labels must be int64 [6] and are torch.int64 [4]": (FILES[1], zeros(4)),
     "eval labels must be 0 to 9 and are 0 to 10": (FILES[3], encode(torch.tensor([0, 1, 2, 10]))),
-    "images must have one shape: train has (1, 5, 5) and eval (1, 4, 4)": (FILES[2], zeros(4, 4, 4)),
+    "images must have one shape: train has (1, 5, 5) and eval (1, 4, 4)": (
+        FILES[2],
+        zeros(4, 4, 4),
+    ),
 }
 
 
@@ -176,7 +208,9 @@ def test_a_root_that_lacks_a_file_is_refused(missing: str | None, tmp_path: Path
 
 @contextmanager
 def mirror(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
-    """Serve a folder over HTTP on this machine; yield the address, and the count of what it was asked for."""
+    """Serve a folder over HTTP on this machine; yield the address, and the count of what it was
+    asked for.
+    """
     asked: Counter[str] = Counter()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -185,8 +219,11 @@ def mirror(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
-        server.handle_error = lambda request, client_address: None  # torchvision hangs up on its first request
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
+    ) as server:
+        # torchvision hangs up on its first request
+        server.handle_error = lambda request, client_address: None
         with ThreadPoolExecutor() as pool:
             pool.submit(server.serve_forever)
             try:
@@ -198,8 +235,10 @@ def mirror(folder: Path) -> Iterator[tuple[str, Counter[str]]]:
 def _download(url: str, folder: str) -> list[str]:
     os.environ["no_proxy"] = "127.0.0.1"
     FashionMNIST.mirrors = [url]
-    FashionMNIST.resources = [  # Debian packed the same arrays anew, so that the archives have other checksums
-        (name, hashlib.md5((DEBIAN_FOLDER / name).read_bytes()).hexdigest()) for name, _ in FashionMNIST.resources
+    # Debian packed the same arrays anew, so that the archives have other checksums
+    FashionMNIST.resources = [
+        (name, hashlib.md5((DEBIAN_FOLDER / name).read_bytes()).hexdigest())
+        for name, _ in FashionMNIST.resources
     ]
     download(Path(folder))
     return sorted(path.name for path in Path(folder).iterdir())
@@ -211,14 +250,21 @@ def test_ranks_that_start_at_once_download_once(tmp_path: Path) -> None:
     with mirror(DEBIAN_FOLDER) as (url, asked):
         assert on_ranks(3, _download, url, str(cache)) == [sorted(FILES)] * 3
     assert asked == {f"/{name}.gz": 2 for name in FILES}  # 1 more for torchvision's redirects
-    assert sorted(path.name for path in cache.parent.iterdir()) == ["fashion_mnist", "fashion_mnist.lock"]
+    assert sorted(path.name for path in cache.parent.iterdir()) == [
+        "fashion_mnist",
+        "fashion_mnist.lock",
+    ]
     for name in FILES:
-        assert (cache / name).read_bytes() == gzip.decompress((DEBIAN_FOLDER / f"{name}.gz").read_bytes())
+        assert (cache / name).read_bytes() == gzip.decompress(
+            (DEBIAN_FOLDER / f"{name}.gz").read_bytes()
+        )
 
 
 @pytest.fixture
 def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a machine without Debian's package and without a network; return where its cache would be."""
+    """Make a machine without Debian's package and without a network; return where its cache would
+    be.
+    """
     monkeypatch.setattr(module, "DEBIAN_FOLDER", tmp_path / "usr")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache" / "torch"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -230,18 +276,23 @@ def test_debians_files_are_found_before_those_in_the_cache(
     bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare_machine.mkdir(parents=True)
-    cache, debians = write_small_set(bare_machine / "fashion_mnist"), write_small_set(tmp_path / "usr")
+    cache = write_small_set(bare_machine / "fashion_mnist")
+    debians = write_small_set(tmp_path / "usr")
     assert locate(None) == debians
     (debians / FILES[0]).unlink()
     assert locate(None) == cache
     monkeypatch.setenv("HOME", str(tmp_path))
     assert locate("~/cache/torch/fashion_mnist") == cache
     (cache / FILES[0]).write_bytes(zeros(6, 5, 5)[:-1])
-    with pytest.raises(ConfigError, match=r"^data\.root=null: .* is damaged: .*; remove the folder, or set data"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.root=null: .* is damaged: .*; remove the folder, or set data"
+    ):
         build_resident(fashion_mnist())
 
 
-@pytest.mark.parametrize("reason", ["Connection refused", "timed out", "HTTP Error 404", "corrupted"])
+@pytest.mark.parametrize(
+    "reason", ["Connection refused", "timed out", "HTTP Error 404", "corrupted"]
+)
 def test_a_download_that_fails_is_an_error_that_names_three_ways(
     reason: str, bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,11 +315,18 @@ def test_a_download_that_fails_is_an_error_that_names_three_ways(
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()  # urllib leaves the connection of an HTTP error to the garbage collector
     cache = bare_machine / "fashion_mnist"
-    assert message.startswith(f"the files of data=fashion_mnist are missing and the download into {cache} failed (")
-    assert "): set data.root to a folder with the four IDX files, install Debian's dataset-fashion-mnist" in message
+    assert message.startswith(
+        f"the files of data=fashion_mnist are missing and the download into {cache} failed ("
+    )
+    assert (
+        "): set data.root to a folder with the four IDX files, install Debian's"
+        " dataset-fashion-mnist" in message
+    )
     assert reason in message
     assert len(message.splitlines()) == 1
-    assert [path.name for path in bare_machine.iterdir()] == ["fashion_mnist.lock"], "half a download was left"
+    assert [path.name for path in bare_machine.iterdir()] == ["fashion_mnist.lock"], (
+        "half a download was left"
+    )
     assert socket.getdefaulttimeout() is None
 
 
@@ -276,12 +334,15 @@ def test_a_download_that_fails_is_an_error_that_names_three_ways(
 
 
 def synthetic(**options: Any) -> SyntheticConfig:
-    return SyntheticConfig(**{"mean": [0.5] * 2, "std": [0.5] * 2, "channels": 2, "height": 5, "width": 7} | options)
+    return SyntheticConfig(
+        **{"mean": [0.5] * 2, "std": [0.5] * 2, "channels": 2, "height": 5, "width": 7} | options
+    )
 
 
 def test_synthetic_images_have_any_shape_and_are_a_function_of_the_seed() -> None:
     one, again, other = (
-        build_resident(synthetic(num_train=12, num_eval=3, num_classes=4, seed=seed)) for seed in (1, 1, 2)
+        build_resident(synthetic(num_train=12, num_eval=3, num_classes=4, seed=seed))
+        for seed in (1, 1, 2)
     )
     assert (one.train.images.shape, one.eval.images.shape) == ((12, 2, 5, 7), (3, 2, 5, 7))
     assert one.train.images.dtype == torch.uint8
@@ -293,6 +354,8 @@ def test_synthetic_images_have_any_shape_and_are_a_function_of_the_seed() -> Non
 
 def test_synthetic_images_of_a_class_are_alike() -> None:
     splits = build_resident(synthetic(num_train=200, num_eval=100, num_classes=3))
-    centres = torch.stack([splits.train.images[splits.train.labels == c].float().mean(0) for c in range(3)])
+    centres = torch.stack(
+        [splits.train.images[splits.train.labels == c].float().mean(0) for c in range(3)]
+    )
     distances = torch.cdist(splits.eval.images.float().flatten(1), centres.flatten(1))
     assert torch.equal(distances.argmin(1), splits.eval.labels)

@@ -14,7 +14,9 @@ from ddp_trainer.data.decoding import BadImageError, Box, center_box, decode, ra
 
 
 def gradient(height: int = 24, width: int = 36) -> np.ndarray:
-    """Return a smooth image: red grows downwards, green to the right, blue is 100. uint8 [H, W, 3]."""
+    """Return a smooth image: red grows downwards, green to the right, blue is 100. uint8
+    [H, W, 3].
+    """
     red = np.linspace(0, 250, height)[:, None].repeat(width, 1)
     green = np.linspace(0, 250, width)[None].repeat(height, 0)
     return np.stack([red, green, np.full((height, width), 100.0)], -1).round().astype(np.uint8)
@@ -46,8 +48,11 @@ PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
     "alpha.png": (RGB.convert("RGBA"), {}, RGB),
     "palette.png": (RGB.quantize(256), {}, RGB.quantize(256).convert("RGB")),
     "palette.gif": (RGB.quantize(256), {}, RGB.quantize(256).convert("RGB")),
-    "frames.gif": (RGB.quantize(256), {"save_all": True, "append_images": [RGB.convert("L").quantize()]},
-                   RGB.quantize(256).convert("RGB")),
+    "frames.gif": (
+        RGB.quantize(256),
+        {"save_all": True, "append_images": [RGB.convert("L").quantize()]},
+        RGB.quantize(256).convert("RGB"),
+    ),
     "cmyk.jpg": (RGB.convert("CMYK"), {"quality": 98}, RGB),
     "sixteen.png": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
     "sixteen.tiff": (SIXTEEN, {}, RGB.convert("L").convert("RGB")),
@@ -59,7 +64,7 @@ PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
     "x.ppm": (RGB, {}, RGB),
     "turned.jpg": (RGB.rotate(90, expand=True), {"exif": {0x0112: 6}, "quality": 98}, RGB),
     "one.png": (RGB.crop((0, 0, 1, 1)), {}, RGB.crop((0, 0, 1, 1))),
-}  # fmt: skip
+}
 """What is written under a name, with which options, and what it looks like."""
 
 
@@ -99,7 +104,9 @@ NO_IMAGES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("codec", ["torchcodec", "Pillow"])
 @pytest.mark.parametrize("name", NO_IMAGES)
-def test_what_is_no_image_is_a_bad_image(name: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_image_is_a_bad_image(
+    name: str, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if codec == "Pillow":
         monkeypatch.setattr(decoding, "decode_image", None)
     content, reason = NO_IMAGES[name]
@@ -127,9 +134,12 @@ def test_a_random_part_is_as_large_as_configured_and_inside_the_image() -> None:
 
 
 def test_a_part_is_scaled_as_pillow_does() -> None:
-    image, box = torch.from_numpy(gradient(60, 90)).permute(2, 0, 1), center_box(60, 90)
+    image = torch.from_numpy(gradient(60, 90)).permute(2, 0, 1)
+    box = center_box(60, 90)
     assert box == Box(4, 19, 52, 52)
     left_top = (box.left, box.top, box.left + box.width, box.top + box.height)
-    expected = Image.fromarray(gradient(60, 90)).resize((16, 16), Image.Resampling.BILINEAR, box=left_top)
+    expected = Image.fromarray(gradient(60, 90)).resize(
+        (16, 16), Image.Resampling.BILINEAR, box=left_top
+    )
     scaled = resize(image, box, (16, 16)).permute(1, 2, 0).numpy()
     assert np.abs(scaled.astype(int) - np.asarray(expected).astype(int)).max() <= 1

@@ -1,4 +1,6 @@
-"""The index of a folder's files: what a saved one notices, and what happens to one that is damaged."""
+"""The index of a folder's files: what a saved one notices, and what happens to one that is
+damaged.
+"""
 
 import os
 import pickle
@@ -38,7 +40,8 @@ def age(path: Path, *, seconds: float = 3600) -> None:
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Return the list of folders that were scanned."""
-    scanned, scan = [], file_index.scan
+    scanned = []
+    scan = file_index.scan
 
     def counted(root: Path, path: Path) -> FileIndex:
         scanned.append(root)
@@ -49,7 +52,9 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def names(index: FileIndex) -> list[str]:
-    return [os.path.relpath(os.fsdecode(index.path(number)), index.root) for number in range(len(index))]
+    return [
+        os.path.relpath(os.fsdecode(index.path(number)), index.root) for number in range(len(index))
+    ]
 
 
 def test_a_saved_index_is_that_of_the_scan(root: Path, scans: list[Path], tmp_path: Path) -> None:
@@ -59,7 +64,10 @@ def test_a_saved_index_is_that_of_the_scan(root: Path, scans: list[Path], tmp_pa
     assert first.class_names == second.class_names == ["cat", "dog"]
     assert first.counts.tolist() == second.counts.tolist() == [3, 2]
     assert second.sizes.tolist() == [os.path.getsize(second.path(number)) for number in range(5)]
-    assert (first.digest(), first.digest(with_times=True)) == (second.digest(), second.digest(with_times=True))
+    assert (first.digest(), first.digest(with_times=True)) == (
+        second.digest(),
+        second.digest(with_times=True),
+    )
 
 
 def overwrite(path: Path) -> None:
@@ -87,7 +95,9 @@ def test_a_change_is_noticed(change: str, root: Path, scans: list[Path], tmp_pat
     assert before.digest(with_times=True) != after.digest(with_times=True)
 
 
-def test_a_folder_that_changed_just_now_is_scanned_again(root: Path, scans: list[Path], tmp_path: Path) -> None:
+def test_a_folder_that_changed_just_now_is_scanned_again(
+    root: Path, scans: list[Path], tmp_path: Path
+) -> None:
     (root / "cat/8.png").write_text("8")
     for _ in range(2):
         load_index(root, tmp_path / "cache")
@@ -118,13 +128,17 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "a byte flipped": lambda path: path.write_bytes(path.read_bytes().replace(b"cat/1", b"cat/9")),
     "a pickle": lambda path: path.write_bytes(pickle.dumps(Executed(path.with_name("executed")))),
-    "an array of objects": lambda path: save(path, np.array([Executed(path.with_name("executed"))])),
+    "an array of objects": lambda path: save(
+        path, np.array([Executed(path.with_name("executed"))])
+    ),
     "another archive": lambda path: save(path, np.zeros(3)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_index_is_made_again(damage: str, root: Path, scans: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_index_is_made_again(
+    damage: str, root: Path, scans: list[Path], tmp_path: Path
+) -> None:
     cache_dir = tmp_path / "cache"
     load_index(root, cache_dir)
     [path] = cache_dir.glob("*.index")
@@ -134,7 +148,9 @@ def test_a_damaged_index_is_made_again(damage: str, root: Path, scans: list[Path
     assert not (cache_dir / "executed").exists()
 
 
-def test_without_a_folder_for_it_an_index_is_not_saved(root: Path, scans: list[Path], tmp_path: Path) -> None:
+def test_without_a_folder_for_it_an_index_is_not_saved(
+    root: Path, scans: list[Path], tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("a file")
     for _ in range(2):
         assert names(load_index(root, tmp_path / "cache")) == sorted(NAMES)
@@ -151,12 +167,15 @@ def test_processes_of_a_node_scan_once(
         return walk(*args)
 
     monkeypatch.setattr(file_index, "walk", slow)
-    threads = [threading.Thread(target=load_index, args=(root, tmp_path / "cache")) for _ in range(4)]
+    threads = [
+        threading.Thread(target=load_index, args=(root, tmp_path / "cache")) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(scans) == 1  # the locks of a process's open files exclude each other like those of processes
+    # the locks of a process's open files exclude each other like those of processes
+    assert len(scans) == 1
 
 
 def test_hidden_files_and_links_in_a_circle_are_left_out(root: Path, tmp_path: Path) -> None:
@@ -167,7 +186,9 @@ def test_hidden_files_and_links_in_a_circle_are_left_out(root: Path, tmp_path: P
     assert names(load_index(root, tmp_path / "cache")) == sorted(NAMES)
 
 
-def test_a_folder_that_cannot_be_read_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_named(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scandir = os.scandir
 
     def refused(path: Any) -> Any:  # root may read everything
@@ -176,5 +197,7 @@ def test_a_folder_that_cannot_be_read_is_named(root: Path, tmp_path: Path, monke
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(ConfigError, match=r"^/.*/pictures/cat/deep cannot be read: Permission denied$"):
+    with pytest.raises(
+        ConfigError, match=r"^/.*/pictures/cat/deep cannot be read: Permission denied$"
+    ):
         load_index(root, tmp_path / "cache")

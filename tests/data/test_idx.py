@@ -30,7 +30,8 @@ def test_what_was_written_is_read(array: Tensor, pack: type[bytes], tmp_path: Pa
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["raw", "gz"])
 def test_any_truncation_is_refused(pack: type[bytes], tmp_path: Path) -> None:
-    path, whole = tmp_path / "file", pack(encode(IMAGES))
+    path = tmp_path / "file"
+    whole = pack(encode(IMAGES))
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(ConfigError, match=r"is damaged|cannot be read|is not an IDX file"):
@@ -38,8 +39,15 @@ def test_any_truncation_is_refused(pack: type[bytes], tmp_path: Path) -> None:
 
 
 def test_any_flipped_byte_of_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    path, whole = tmp_path / "file.gz", gzip.compress(encode(IMAGES), mtime=0)
-    for position in [0, 1, 2, *range(10, len(whole))]:  # the rest of the gzip header says when and where
+    path = tmp_path / "file.gz"
+    whole = gzip.compress(encode(IMAGES), mtime=0)
+    # the rest of the gzip header says when and where
+    for position in [
+        0,
+        1,
+        2,
+        *range(10, len(whole)),
+    ]:
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
         with pytest.raises(ConfigError, match=str(path)):
             read_idx(path, dimensions=3)
@@ -48,9 +56,17 @@ def test_any_flipped_byte_of_a_compressed_file_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("data", "dimensions", "expected"),
     [
-        (b"", 3, "is not an IDX file of images: it begins with nothing; are images and labels swapped?"),
+        (
+            b"",
+            3,
+            "is not an IDX file of images: it begins with nothing; are images and labels swapped?",
+        ),
         (b"<!DOCTYPE html>", 3, "is not an IDX file of images: it begins with 3c 21 44 4f; "),
-        (encode(IMAGES).replace(b"\x08", b"\x0d", 1), 3, "is not an IDX file of images: it begins with 00 00 0d 03; "),
+        (
+            encode(IMAGES).replace(b"\x08", b"\x0d", 1),
+            3,
+            "is not an IDX file of images: it begins with 00 00 0d 03; ",
+        ),
         (encode(LABELS), 3, "is not an IDX file of images: it begins with 00 00 08 01; "),
         (encode(IMAGES), 1, "is not an IDX file of labels: it begins with 00 00 08 03; "),
         (encode(LABELS) + b"!", 1, "is damaged: it has 11 bytes and its header says 10"),
@@ -58,7 +74,9 @@ def test_any_flipped_byte_of_a_compressed_file_is_refused(tmp_path: Path) -> Non
         (encode(IMAGES[:0]), 3, "is empty: its header says 0 × 3 × 4 images"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(data: bytes, dimensions: int, expected: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_file_is_said(
+    data: bytes, dimensions: int, expected: str, tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(data)
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,6 @@
-"""Folders of images: what a scan finds, what each format becomes, batches that do not depend on ranks and threads."""
+"""Folders of images: what a scan finds, what each format becomes, batches that do not depend on
+ranks and threads.
+"""
 
 import functools
 import json
@@ -57,7 +59,11 @@ def names(split: Any) -> list[str]:
 def test_classes_and_files_come_in_a_fixed_order(tmp_path: Path) -> None:
     datasets = build(write_folder(tmp_path, count=2))
     assert datasets.class_names == ["cat", "dog"]
-    assert names(datasets.train) == names(datasets.eval) == ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png"]
+    assert (
+        names(datasets.train)
+        == names(datasets.eval)
+        == ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png"]
+    )
     assert datasets.train.labels.tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
     assert datasets.image_shape == (3, 16, 16)
 
@@ -74,7 +80,12 @@ def test_odd_names_and_folders_are_found_or_left_out(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("text")
     (tmp_path / "train/.hidden").mkdir()
     datasets = build(tmp_path)
-    assert names(datasets.train) == ["cat/deep/er/x.JPeG", "cat/ä\nb.PNG", os.fsdecode(b"cat/\xff.png"), "dog/0.png"]
+    assert names(datasets.train) == [
+        "cat/deep/er/x.JPeG",
+        "cat/ä\nb.PNG",
+        os.fsdecode(b"cat/\xff.png"),
+        "dog/0.png",
+    ]
     assert all(datasets.train[index][0].shape == (3, 16, 16) for index in range(4))  # type: ignore[index]
 
 
@@ -84,20 +95,22 @@ def empty(folder: Path) -> None:
 
 
 WRONG: dict[str, Callable[[Path], Any]] = {
-    "data.root={root} must be a folder of images, and there is no such folder": lambda root: (
-        root / "train"
-    ).parent.rename(root / "../elsewhere"),
+    "data.root={root} must be a folder of images, and there is no such folder": (
+        lambda root: (root / "train").parent.rename(root / "../elsewhere")
+    ),
     "data.root={root} has no folder train": lambda root: (root / "train").rename(root / "training"),
-    "data.root={root} has none of the folders val, validation, valid, test: make one": lambda root: (
-        root / "val"
-    ).rename(root / "evaluation"),
-    "{root}/train/dog has no image: fill or remove the folder": lambda root: empty(root / "train/dog"),
-    "{root}/val has the class 'fox', which the training images do not have: remove it": lambda root: (
-        root / "val/fox"
-    ).mkdir(),
-    "{root}/train must have at least 2 folders, one for each class, and has 1": lambda root: (
+    "data.root={root} has none of the folders val, validation, valid, test: make one": (
+        lambda root: (root / "val").rename(root / "evaluation")
+    ),
+    "{root}/train/dog has no image: fill or remove the folder": lambda root: empty(
         root / "train/dog"
-    ).rename(root / "x"),
+    ),
+    "{root}/val has the class 'fox', which the training images do not have: remove it": (
+        lambda root: (root / "val/fox").mkdir()
+    ),
+    "{root}/train must have at least 2 folders, one for each class, and has 1": (
+        lambda root: (root / "train/dog").rename(root / "x")
+    ),
     "{root}/val has no images: add files that end in ": lambda root: [
         empty(root / "val" / name) for name in ("cat", "dog")
     ],
@@ -163,21 +176,26 @@ def spoil(root: Path) -> list[str]:
     (root / "train/cat/1.png").symlink_to("0.png")
     (root / "val/dog/3.png").write_bytes(png(gradient())[:-60])
     return sorted(
-        str(root / name) for name in ("train/dog/2.png", "train/cat/0.png", "train/cat/1.png", "val/dog/3.png")
+        str(root / name)
+        for name in ("train/dog/2.png", "train/cat/0.png", "train/cat/1.png", "val/dog/3.png")
     )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_bad_image_counts_as_none_on_any_rank(world_size: int, num_workers: int, tmp_path: Path) -> None:
+def test_a_bad_image_counts_as_none_on_any_rank(
+    world_size: int, num_workers: int, tmp_path: Path
+) -> None:
     bad = spoil(write_folder(tmp_path))
-    datasets, good = build(tmp_path), whole_batches(tmp_path, 1)
+    datasets = build(tmp_path)
+    good = whole_batches(tmp_path, 1)
     found = []
     for rank in range(world_size):
         loader = train_loader(datasets, rank=rank, world_size=world_size, num_workers=num_workers)
         loader.sampler.set_epoch(1)
         for number, batch in enumerate(loader):
-            is_bad = torch.tensor([datasets.train.path(index) in bad for index in batch.ids.tolist()])  # type: ignore[union-attr]
+            paths = map(datasets.train.path, batch.ids.tolist())  # type: ignore[union-attr]
+            is_bad = torch.tensor([path in bad for path in paths])
             assert ((batch.labels == NO_LABEL) == is_bad).all()
             assert torch.equal(batch.images, good[number][rank::world_size])
         found += [name for name, _ in loader.reader.bad]  # type: ignore[union-attr]
@@ -187,13 +205,19 @@ def test_a_bad_image_counts_as_none_on_any_rank(world_size: int, num_workers: in
 # --- batches ------------------------------------------------------------------------------------
 
 
-def train_loader(datasets: Datasets, *, rank: int, world_size: int, num_workers: int) -> TrainLoader:
+def train_loader(
+    datasets: Datasets, *, rank: int, world_size: int, num_workers: int
+) -> TrainLoader:
     files = datasets.train
     assert isinstance(files, ImageFiles)
     reader = SampleReader(files, image_shape=(3, 16, 16), num_classes=2, num_workers=num_workers)
-    sampler = GlobalBatchSampler(files, global_batch_size=5, num_replicas=world_size, rank=rank, seed=3)
+    sampler = GlobalBatchSampler(
+        files, global_batch_size=5, num_replicas=world_size, rank=rank, seed=3
+    )
     augmentation = Augmentation(FileAugmentConfig(random_hflip=True), height=16, width=16, seed=3)
-    return TrainLoader(reader, sampler=sampler, augmentation=augmentation, normalize=NORMALIZE, device=CPU)
+    return TrainLoader(
+        reader, sampler=sampler, augmentation=augmentation, normalize=NORMALIZE, device=CPU
+    )
 
 
 @functools.cache
@@ -205,7 +229,9 @@ def whole_batches(root: Path, epoch: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_batches_depend_neither_on_ranks_nor_on_threads(world_size: int, num_workers: int, tmp_path: Path) -> None:
+def test_batches_depend_neither_on_ranks_nor_on_threads(
+    world_size: int, num_workers: int, tmp_path: Path
+) -> None:
     datasets = build(write_folder(tmp_path))
     whole = whole_batches(tmp_path, 1)
     assert len(whole) == 2
@@ -234,7 +260,9 @@ def write_digits(root: Path) -> Path:
     digits = build_datasets(DigitsConfig())
     for name, split in (("train", digits.train), ("val", digits.eval)):
         assert isinstance(split, ImageTensors)
-        for number, (image, label) in enumerate(zip(split.images, split.labels.tolist(), strict=True)):
+        for number, (image, label) in enumerate(
+            zip(split.images, split.labels.tolist(), strict=True)
+        ):
             folder = root / name / f"digit {label}"
             folder.mkdir(parents=True, exist_ok=True)
             size = (16 + number % 5, 18 + number % 3)
@@ -245,13 +273,28 @@ def write_digits(root: Path) -> Path:
 
 def test_a_folder_is_learned_alike_on_any_number_of_ranks_and_after_a_stop(tmp_path: Path) -> None:
     root = write_digits(tmp_path / "digits")
-    common = ("data=imagefolder", f"data.root={root}", "data.image_size=12", "data.augment.random_hflip=false",
-              "data.augment.random_resized_crop=0.7", "model=lenet", "precision=fp32", "global_batch_size=32",
-              "optimizer.lr=0.1", "epochs=3", f"output_dir={tmp_path}")  # fmt: skip
-    train_all(2, [(*common, "name=whole"), (*common, "name=parts", "max_steps=60"), (*common, "name=parts")])
+    common = (
+        "data=imagefolder",
+        f"data.root={root}",
+        "data.image_size=12",
+        "data.augment.random_hflip=false",
+        "data.augment.random_resized_crop=0.7",
+        "model=lenet",
+        "precision=fp32",
+        "global_batch_size=32",
+        "optimizer.lr=0.1",
+        "epochs=3",
+        f"output_dir={tmp_path}",
+    )
+    train_all(
+        2,
+        [(*common, "name=whole"), (*common, "name=parts", "max_steps=60"), (*common, "name=parts")],
+    )
     train_on(1, *common, "name=one", "max_steps=6")
     train_on(3, *common, "name=three", "max_steps=6")
-    whole, parts, one, three = (newest_checkpoint(tmp_path / name) for name in ("whole", "parts", "one", "three"))
+    whole, parts, one, three = (
+        newest_checkpoint(tmp_path / name) for name in ("whole", "parts", "one", "three")
+    )
     assert_bitwise(whole["model"], parts["model"])
     assert_bitwise(one["progress"]["digest"], three["progress"]["digest"])
     torch.testing.assert_close(one["model"], three["model"])
@@ -260,7 +303,14 @@ def test_a_folder_is_learned_alike_on_any_number_of_ranks_and_after_a_stop(tmp_p
     assert compose("data=imagefolder").data.name == "imagefolder"
 
 
-BAD_RUN = ("data=imagefolder", "data.image_size=12", "model=lenet", "precision=fp32", "global_batch_size=6", "epochs=2")
+BAD_RUN = (
+    "data=imagefolder",
+    "data.image_size=12",
+    "model=lenet",
+    "precision=fp32",
+    "global_batch_size=6",
+    "epochs=2",
+)
 
 
 def test_bad_images_end_a_run_before_its_first_save_and_can_be_left_out(tmp_path: Path) -> None:
@@ -271,29 +321,55 @@ def test_bad_images_end_a_run_before_its_first_save_and_can_be_left_out(tmp_path
     assert done.code == 1, done.output  # torchrun's, whatever that of its ranks is
     assert "exitcode  : 2" in done.output
     [line] = [line for line in done.output.splitlines() if " cannot be read: " in line]
-    assert re.search(r"train/.*\.png cannot be read: .*; set data\.on_bad_image=skip to leave out bad", line)
+    assert re.search(
+        r"train/.*\.png cannot be read: .*; set data\.on_bad_image=skip to leave out bad", line
+    )
     train_on(2, *words, "name=run", "data.on_bad_image=skip")
-    listed = [json.loads(line) for line in (tmp_path / "run/bad_images.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line) for line in (tmp_path / "run/bad_images.jsonl").read_text().splitlines()
+    ]
     assert sorted(line["path"] for line in listed) == bad
     assert all(line["reason"] for line in listed)
     assert "left out " in (tmp_path / "run/train.log").read_text()
     for ranks in (1, 3):
         train_on(ranks, *words, f"name={ranks}", "data.on_bad_image=skip")
-        assert (tmp_path / f"{ranks}/bad_images.jsonl").read_text() == (tmp_path / "run/bad_images.jsonl").read_text()
-        assert read_summary(tmp_path / str(ranks))["eval/count"] == read_summary(tmp_path / "run")["eval/count"] == 17
-        torch.testing.assert_close(newest_checkpoint(tmp_path / str(ranks))["model"],
-                                   newest_checkpoint(tmp_path / "run")["model"], rtol=1e-4, atol=1e-5)  # fmt: skip
+        assert (tmp_path / f"{ranks}/bad_images.jsonl").read_text() == (
+            tmp_path / "run/bad_images.jsonl"
+        ).read_text()
+        assert (
+            read_summary(tmp_path / str(ranks))["eval/count"]
+            == read_summary(tmp_path / "run")["eval/count"]
+            == 17
+        )
+        torch.testing.assert_close(
+            newest_checkpoint(tmp_path / str(ranks))["model"],
+            newest_checkpoint(tmp_path / "run")["model"],
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 def test_a_cache_knows_its_bad_images(tmp_path: Path) -> None:
     bad = spoil(write_folder(tmp_path / "root", count=9))
-    words = (*BAD_RUN, f"data.root={tmp_path}/root", f"output_dir={tmp_path}", "data.cache=uint8",
-             f"data.cache_dir={tmp_path}/cache", "data.on_bad_image=skip")  # fmt: skip
+    words = (
+        *BAD_RUN,
+        f"data.root={tmp_path}/root",
+        f"output_dir={tmp_path}",
+        "data.cache=uint8",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.on_bad_image=skip",
+    )
     for name in ("first", "second"):
         train_on(2, *words, f"name={name}")
-        listed = [json.loads(line) for line in (tmp_path / name / "bad_images.jsonl").read_text().splitlines()]
+        listed = [
+            json.loads(line)
+            for line in (tmp_path / name / "bad_images.jsonl").read_text().splitlines()
+        ]
         assert sorted(line["path"] for line in listed) == bad
-    assert_bitwise(newest_checkpoint(tmp_path / "first")["model"], newest_checkpoint(tmp_path / "second")["model"])
+    assert_bitwise(
+        newest_checkpoint(tmp_path / "first")["model"],
+        newest_checkpoint(tmp_path / "second")["model"],
+    )
 
 
 def test_a_file_that_changes_in_training_ends_the_run(tmp_path: Path) -> None:
@@ -301,5 +377,7 @@ def test_a_file_that_changes_in_training_ends_the_run(tmp_path: Path) -> None:
     with open(tmp_path / "train/dog/2.png", "ab") as file:
         file.write(b"x")
     reader = SampleReader(datasets.train, image_shape=(3, 16, 16), num_classes=2, num_workers=2)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"train/dog/2\.png cannot be read: .*its size changed from"):
+    with pytest.raises(
+        RuntimeError, match=r"train/dog/2\.png cannot be read: .*its size changed from"
+    ):
         list(reader.read([torch.arange(12)]))

@@ -14,7 +14,8 @@ from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.distributed.process_group import World
 
 CPU = torch.device("cpu")
-MEAN, STD = [0.4, 0.5], [0.2, 0.3]
+MEAN = [0.4, 0.5]
+STD = [0.2, 0.3]
 
 
 def image_set(count: int) -> ImageTensors:
@@ -25,9 +26,14 @@ def image_set(count: int) -> ImageTensors:
 
 def world_of(rank: int, world_size: int) -> World:
     return World(
-        rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, device=CPU, backend="gloo",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        device=CPU,
+        backend="gloo",
         num_threads=1,
-    )  # fmt: skip
+    )
 
 
 def normalize(memory_format: torch.memory_format = torch.contiguous_format) -> Normalize:
@@ -35,20 +41,30 @@ def normalize(memory_format: torch.memory_format = torch.contiguous_format) -> N
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_pixels_are_scaled_to_one_and_lose_mean_and_deviation(memory_format: torch.memory_format) -> None:
+def test_pixels_are_scaled_to_one_and_lose_mean_and_deviation(
+    memory_format: torch.memory_format,
+) -> None:
     pixels = image_set(4).images
     images = normalize(memory_format)(pixels)
-    mean, std = torch.tensor(MEAN).view(2, 1, 1), torch.tensor(STD).view(2, 1, 1)
+    mean = torch.tensor(MEAN).view(2, 1, 1)
+    std = torch.tensor(STD).view(2, 1, 1)
     torch.testing.assert_close(images, (pixels / 255 - mean) / std)
     assert images.is_contiguous(memory_format=memory_format)
 
 
-def resident(images: ImageTensors, *, rank: int = 0, world_size: int = 1, batch: int = 7) -> TrainLoader:
+def resident(
+    images: ImageTensors, *, rank: int = 0, world_size: int = 1, batch: int = 7
+) -> TrainLoader:
     return TrainLoader(
         ResidentReader(images, device=CPU),
-        sampler=GlobalBatchSampler(images.labels, global_batch_size=batch, num_replicas=world_size, rank=rank),  # type: ignore[arg-type]
+        sampler=GlobalBatchSampler(
+            images.labels, global_batch_size=batch, num_replicas=world_size, rank=rank
+        ),  # type: ignore[arg-type]
         augmentation=Augmentation(
-            AugmentConfig(random_crop_padding=1, random_hflip=True, random_erasing=0.5), height=5, width=7, seed=0
+            AugmentConfig(random_crop_padding=1, random_hflip=True, random_erasing=0.5),
+            height=5,
+            width=7,
+            seed=0,
         ),
         normalize=normalize(),
         device=CPU,
@@ -86,12 +102,16 @@ def test_the_same_image_looks_different_in_another_epoch() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 30), st.integers(1, 7))
-def test_each_evaluation_sample_comes_once_over_all_ranks(count: int, batch_size: int, world_size: int) -> None:
+def test_each_evaluation_sample_comes_once_over_all_ranks(
+    count: int, batch_size: int, world_size: int
+) -> None:
     images = image_set(count)
     seen: list[int] = []
     for rank in range(world_size):
         reader = ResidentReader(images, device=CPU)
-        loader = EvaluationLoader(reader, normalize(), world_of(rank, world_size), batch_size=batch_size)
+        loader = EvaluationLoader(
+            reader, normalize(), world_of(rank, world_size), batch_size=batch_size
+        )
         mine: list[int] = []
         for batch in loader:
             mine += batch.ids.tolist()

@@ -1,11 +1,21 @@
-"""Mixup, CutMix, RandAugment and color jitter: functions of (seed, epoch, step), the same on any number of ranks."""
+"""Mixup, CutMix, RandAugment and color jitter: functions of (seed, epoch, step), the same on any
+number of ranks.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import TINY, assert_bitwise, newest_checkpoint, records, train_all, train_on, trained_state
+from runs import (
+    TINY,
+    assert_bitwise,
+    newest_checkpoint,
+    records,
+    train_all,
+    train_on,
+    trained_state,
+)
 from test_loader import CPU, image_set
 from torch.nn.functional import cross_entropy
 
@@ -17,28 +27,41 @@ from ddp_trainer.data.readers import NO_LABEL, ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.training.step import sum_of_losses
 
-HEIGHT, WIDTH, NUM_CLASSES = 5, 7, 10
+HEIGHT = 5
+WIDTH = 7
+NUM_CLASSES = 10
 NORMALIZE = Normalize([0.5], [0.25], device=CPU, memory_format=torch.channels_last)
 KINDS = {
-    "mixup": {"mixup": 0.4}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.2, "cutmix": 1.0, "random_hflip": True},
-    "rand_augment": {"rand_augment": 2}, "color_jitter": {"color_jitter": 0.4},
-}  # fmt: skip
+    "mixup": {"mixup": 0.4},
+    "cutmix": {"cutmix": 1.0},
+    "both": {"mixup": 0.2, "cutmix": 1.0, "random_hflip": True},
+    "rand_augment": {"rand_augment": 2},
+    "color_jitter": {"color_jitter": 0.4},
+}
 
 
 def batches(
     options: dict[str, Any], *, rank: int = 0, world_size: int = 1, epoch: int = 1, step: int = 0
 ) -> list[Batch]:
-    config, images = AugmentConfig(**options), image_set(23)
-    images.images = images.images[:, :1].repeat(1, 3, 1, 1)  # color transforms need one or three channels
-    sampler = GlobalBatchSampler(images, global_batch_size=6, num_replicas=world_size, rank=rank, seed=3)
+    config = AugmentConfig(**options)
+    images = image_set(23)
+    # color transforms need one or three channels
+    images.images = images.images[:, :1].repeat(1, 3, 1, 1)
+    sampler = GlobalBatchSampler(
+        images, global_batch_size=6, num_replicas=world_size, rank=rank, seed=3
+    )
     sampler.set_epoch(epoch, step)
     size = {"height": HEIGHT, "width": WIDTH, "seed": 3}
     return list(
         TrainLoader(
-            ResidentReader(images, device=CPU), sampler=sampler, augmentation=Augmentation(config, **size),
-            mixing=build_mixing(config, num_classes=NUM_CLASSES, **size), normalize=NORMALIZE, device=CPU,
+            ResidentReader(images, device=CPU),
+            sampler=sampler,
+            augmentation=Augmentation(config, **size),
+            mixing=build_mixing(config, num_classes=NUM_CLASSES, **size),
+            normalize=NORMALIZE,
+            device=CPU,
         )
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,8 +74,12 @@ def test_batches_do_not_depend_on_the_number_of_ranks(kind: str, world_size: int
             shares = batches(KINDS[kind], rank=rank, world_size=world_size, step=step)
             for share, expected in zip(shares, whole[step:], strict=True):
                 assert torch.equal(share.ids, expected.ids[rank::world_size])
-                torch.testing.assert_close(share.images, expected.images[rank::world_size], rtol=0, atol=0)
-                torch.testing.assert_close(share.labels, expected.labels[rank::world_size], rtol=0, atol=0)
+                torch.testing.assert_close(
+                    share.images, expected.images[rank::world_size], rtol=0, atol=0
+                )
+                torch.testing.assert_close(
+                    share.labels, expected.labels[rank::world_size], rtol=0, atol=0
+                )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +92,9 @@ def test_each_batch_and_epoch_is_drawn_anew(kind: str) -> None:
 
 
 def test_an_image_is_mixed_with_the_next_and_so_are_their_labels() -> None:
-    mixing = Mixing(AugmentConfig(mixup=0.4), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3)
+    mixing = Mixing(
+        AugmentConfig(mixup=0.4), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3
+    )
     for step, (mixed, plain) in enumerate(zip(batches(KINDS["mixup"]), batches({}), strict=True)):
         weight = mixing.draw(epoch=1, step=step).weight
         for place in range(6):
@@ -79,7 +108,9 @@ def test_an_image_is_mixed_with_the_next_and_so_are_their_labels() -> None:
 
 
 def test_a_cut_part_is_that_of_the_next_image_and_its_area_the_share_of_its_label() -> None:
-    mixing = Mixing(AugmentConfig(cutmix=1.0), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3)
+    mixing = Mixing(
+        AugmentConfig(cutmix=1.0), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3
+    )
     for step, (mixed, plain) in enumerate(zip(batches(KINDS["cutmix"]), batches({}), strict=True)):
         mix = mixing.draw(epoch=1, step=step)
         assert mix.box is not None
@@ -89,7 +120,9 @@ def test_a_cut_part_is_that_of_the_next_image_and_its_area_the_share_of_its_labe
         inside = torch.zeros(HEIGHT, WIDTH, dtype=torch.bool)
         inside[top:bottom, left:right] = True
         assert mix.weight == pytest.approx(1 - inside.float().mean().item())
-        assert torch.equal(mixed.images, torch.where(inside, plain.images.roll(-1, 0), plain.images))
+        assert torch.equal(
+            mixed.images, torch.where(inside, plain.images.roll(-1, 0), plain.images)
+        )
 
 
 def test_shares_have_the_configured_distribution() -> None:
@@ -105,12 +138,16 @@ def test_shares_have_the_configured_distribution() -> None:
 def test_a_pair_with_a_bad_image_counts_as_none() -> None:
     mixing = Mixing(AugmentConfig(mixup=1.0), height=2, width=2, num_classes=3, seed=0)
     labels = torch.tensor([0, NO_LABEL, 2]), torch.tensor([1, 2, NO_LABEL])
-    _, shares = mixing.apply(torch.zeros(6, 1, 2, 2), torch.cat(labels), mixing.draw(epoch=0, step=0))
+    _, shares = mixing.apply(
+        torch.zeros(6, 1, 2, 2), torch.cat(labels), mixing.draw(epoch=0, step=0)
+    )
     assert shares.sum(1).tolist() == pytest.approx([1, 0, 0])
     logits = torch.randn(3, 3)
     for smoothing in (0.0, 0.3):
         expected = cross_entropy(logits[:1], shares[:1], reduction="sum", label_smoothing=smoothing)
-        torch.testing.assert_close(sum_of_losses(logits, shares, label_smoothing=smoothing), expected)
+        torch.testing.assert_close(
+            sum_of_losses(logits, shares, label_smoothing=smoothing), expected
+        )
 
 
 def test_transforms_leave_torchs_generator_alone() -> None:
@@ -121,16 +158,28 @@ def test_transforms_leave_torchs_generator_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-ALL = ("data.augment.mixup=0.2", "data.augment.cutmix=1", "data.augment.rand_augment=1", "label_smoothing=0.1",
-       "data.augment.color_jitter=0.2")  # fmt: skip
+ALL = (
+    "data.augment.mixup=0.2",
+    "data.augment.cutmix=1",
+    "data.augment.rand_augment=1",
+    "label_smoothing=0.1",
+    "data.augment.color_jitter=0.2",
+)
 
 
 def test_a_run_with_all_of_them_resumes_and_does_not_depend_on_ranks(tmp_path: Path) -> None:
     common = (*TINY, *ALL, f"output_dir={tmp_path}")
-    train_all(2, [(*common, "name=whole"), (*common, "name=parts", "max_steps=5"), (*common, "name=parts")])
+    train_all(
+        2,
+        [(*common, "name=whole"), (*common, "name=parts", "max_steps=5"), (*common, "name=parts")],
+    )
     assert_bitwise(trained_state(tmp_path / "whole"), trained_state(tmp_path / "parts"))
     train_on(3, *common, "name=three")
-    torch.testing.assert_close(newest_checkpoint(tmp_path / "whole")["model"],
-                               newest_checkpoint(tmp_path / "three")["model"], rtol=1e-4, atol=1e-5)  # fmt: skip
+    torch.testing.assert_close(
+        newest_checkpoint(tmp_path / "whole")["model"],
+        newest_checkpoint(tmp_path / "three")["model"],
+        rtol=1e-4,
+        atol=1e-5,
+    )
     losses = [record["train/loss"] for record in records(tmp_path / "whole", "train/loss")]
     assert 1.5 < losses[-1] < 3

@@ -1,4 +1,6 @@
-"""The cache of images: the same pixels as from the files, one copy per node, and no damage goes unnoticed."""
+"""The cache of images: the same pixels as from the files, one copy per node, and no damage goes
+unnoticed.
+"""
 
 import json
 import os
@@ -19,7 +21,15 @@ from ddp_trainer.data import pixel_cache
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.decoding import BadImageError, shrink
 from ddp_trainer.data.image_files import ImageFiles
-from ddp_trainer.data.pixel_cache import BAD, PIXELS, RECORD, RECORDS, DamagedCacheError, PixelCache, open_cache
+from ddp_trainer.data.pixel_cache import (
+    BAD,
+    PIXELS,
+    RECORD,
+    RECORDS,
+    DamagedCacheError,
+    PixelCache,
+    open_cache,
+)
 
 COUNT = 40
 
@@ -29,10 +39,14 @@ def picture(index: int) -> Tensor:
     if index % 10 == 3:
         raise BadImageError(f"image {index}\nis bad")
     size = (3, 5 + index % 4, 6 + index % 3)
-    return torch.randint(256, size, generator=torch.Generator().manual_seed(index), dtype=torch.uint8)
+    return torch.randint(
+        256, size, generator=torch.Generator().manual_seed(index), dtype=torch.uint8
+    )
 
 
-def open_pictures(folder: Path, read: Callable[[int], Tensor] = picture, *, num_threads: int = 3) -> PixelCache:
+def open_pictures(
+    folder: Path, read: Callable[[int], Tensor] = picture, *, num_threads: int = 3
+) -> PixelCache:
     return open_cache(folder, read, count=COUNT, num_threads=num_threads, task="building")
 
 
@@ -46,7 +60,9 @@ def assert_whole(cache: PixelCache) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_a_cache_has_all_images_and_the_reasons_of_bad_ones(num_threads: int, tmp_path: Path) -> None:
+def test_a_cache_has_all_images_and_the_reasons_of_bad_ones(
+    num_threads: int, tmp_path: Path
+) -> None:
     assert_whole(open_pictures(tmp_path / "cache", num_threads=num_threads))
     assert_whole(open_pictures(tmp_path / "cache", lambda index: pytest.fail("read again")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.lock"]
@@ -54,7 +70,9 @@ def test_a_cache_has_all_images_and_the_reasons_of_bad_ones(num_threads: int, tm
 
 @pytest.mark.parametrize("number", [0, 1, 13, COUNT - 1])
 @pytest.mark.parametrize("torn", [None, PIXELS, RECORDS, BAD])
-def test_a_build_that_ended_early_is_continued(number: int, torn: str | None, tmp_path: Path) -> None:
+def test_a_build_that_ended_early_is_continued(
+    number: int, torn: str | None, tmp_path: Path
+) -> None:
     def interrupted(index: int) -> Tensor:
         if index == number:
             raise KeyboardInterrupt
@@ -77,9 +95,13 @@ def test_a_build_that_ended_early_is_continued(number: int, torn: str | None, tm
 
 
 @pytest.mark.parametrize(("name", "start"), [(PIXELS, 500), (RECORDS, 20 * RECORD.itemsize)])
-def test_pages_that_a_loss_of_power_has_emptied_are_written_again(name: str, start: int, tmp_path: Path) -> None:
+def test_pages_that_a_loss_of_power_has_emptied_are_written_again(
+    name: str, start: int, tmp_path: Path
+) -> None:
     with pytest.raises(ZeroDivisionError):
-        open_pictures(tmp_path / "cache", lambda index: picture(index // (index < 30)), num_threads=1)
+        open_pictures(
+            tmp_path / "cache", lambda index: picture(index // (index < 30)), num_threads=1
+        )
     with open(tmp_path / "cache.building" / name, "r+b") as file:
         file.seek(start)
         file.write(bytes(2 * RECORD.itemsize))
@@ -98,7 +120,8 @@ def test_a_flipped_byte_is_found_where_it_is(tmp_path: Path) -> None:
     cache = open_pictures(tmp_path / "cache")
     assert torch.equal(cache[0], picture(0))
     with pytest.raises(
-        DamagedCacheError, match=f"^the cache {tmp_path}/cache is damaged \\(its checksum differs\\): remove"
+        DamagedCacheError,
+        match=f"^the cache {tmp_path}/cache is damaged \\(its checksum differs\\): remove",
     ):
         cache[1]
     assert torch.equal(cache[2], picture(2))
@@ -127,7 +150,9 @@ def test_no_good_image_at_all_is_one_error(tmp_path: Path) -> None:
     def bad(index: int) -> Tensor:
         raise BadImageError("bad")
 
-    with pytest.raises(ConfigError, match=r"^no image can be decoded: .*/cache/bad\.jsonl lists the reasons$"):
+    with pytest.raises(
+        ConfigError, match=r"^no image can be decoded: .*/cache/bad\.jsonl lists the reasons$"
+    ):
         open_pictures(tmp_path / "cache", bad)
 
 
@@ -135,7 +160,10 @@ def test_a_full_disk_is_one_error_and_is_left_as_it_was(small_disk: Path) -> Non
     def large(index: int) -> Tensor:
         return torch.zeros(3, 300, 400, dtype=torch.uint8)  # of 40 such, 4 MiB hold eleven
 
-    with pytest.raises(ConfigError, match=r"^data\.cache=uint8 needs about 0\.0 GB in .*, and the disk is full after"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.cache=uint8 needs about 0\.0 GB in .*, and the disk is full after",
+    ):
         open_pictures(small_disk / "cache", large)
     assert [path.name for path in small_disk.iterdir()] == ["cache.lock"]
     assert_whole(open_pictures(small_disk / "cache"))
@@ -143,7 +171,9 @@ def test_a_full_disk_is_one_error_and_is_left_as_it_was(small_disk: Path) -> Non
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^data\.cache=uint8 cannot use .*/file/cache: .*; set data\.cache_dir="):
+    with pytest.raises(
+        ConfigError, match=r"^data\.cache=uint8 cannot use .*/file/cache: .*; set data\.cache_dir="
+    ):
         open_pictures(tmp_path / "file" / "cache")
 
 
@@ -152,7 +182,9 @@ def large_picture(index: int) -> Tensor:
 
 
 def shared_share(folder: Path) -> float:
-    """Read a cache of 8 MB on two ranks, and return the share of its memory that counts as this rank's own."""
+    """Read a cache of 8 MB on two ranks, and return the share of its memory that counts as this
+    rank's own.
+    """
     cache = open_cache(folder, large_picture, count=COUNT, num_threads=1, task="")
     total = sum(int(cache[index].sum()) for index in range(COUNT))
     assert total == 3 * 256 * 256 * sum(range(COUNT))
@@ -161,7 +193,11 @@ def shared_share(folder: Path) -> float:
     maps = Path("/proc/self/smaps").read_text().split("VmFlags")
     [own] = [text for text in maps if f"/{folder.name}/{PIXELS}" in text]
     torch.distributed.barrier()
-    values = {line.split(":")[0]: int(line.split()[1]) for line in own.splitlines() if line.endswith(" kB")}
+    values = {
+        line.split(":")[0]: int(line.split()[1])
+        for line in own.splitlines()
+        if line.endswith(" kB")
+    }
     return values["Pss"] / values["Rss"]
 
 
@@ -178,7 +214,8 @@ def cached(root: Path, cache_dir: Path, **options: Any) -> Datasets:
 
 def test_images_come_from_the_cache_as_they_were_scaled(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "root")
-    datasets, streamed = cached(root, tmp_path / "cache"), build(root)
+    datasets = cached(root, tmp_path / "cache")
+    streamed = build(root)
     for split, files in ((datasets.train, streamed.train), (datasets.eval, streamed.eval)):
         assert isinstance(split, ImageFiles)
         assert isinstance(files, ImageFiles)
@@ -197,7 +234,8 @@ def test_images_come_from_the_cache_as_they_were_scaled(tmp_path: Path) -> None:
 
 
 def test_a_changed_folder_has_another_cache(tmp_path: Path) -> None:
-    root, cache_dir = write_folder(tmp_path / "root", splits=("",)), tmp_path / "cache"
+    root = write_folder(tmp_path / "root", splits=("",))
+    cache_dir = tmp_path / "cache"
     options: dict[str, Any] = {"validation_fraction": 0.3}
     cached(root, cache_dir, **options)
     cached(root, cache_dir, **options)
@@ -207,11 +245,22 @@ def test_a_changed_folder_has_another_cache(tmp_path: Path) -> None:
     assert len(list(cache_dir.glob("*.cache"))) == 2
 
 
-@pytest.mark.parametrize(("shape", "expected"), [
-    ((3, 30, 40), (3, 18, 24)), ((3, 40, 30), (3, 24, 18)), ((3, 18, 300), (3, 18, 72)), ((3, 100, 9), (3, 36, 9)),
-    ((3, 1, 1), (3, 1, 1)), ((3, 1, 500), (3, 1, 4)), ((3, 36, 36), (3, 18, 18)), ((3, 39, 36), (3, 20, 18)),
-])  # fmt: skip
-def test_images_are_scaled_down_and_never_up(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((3, 30, 40), (3, 18, 24)),
+        ((3, 40, 30), (3, 24, 18)),
+        ((3, 18, 300), (3, 18, 72)),
+        ((3, 100, 9), (3, 36, 9)),
+        ((3, 1, 1), (3, 1, 1)),
+        ((3, 1, 500), (3, 1, 4)),
+        ((3, 36, 36), (3, 18, 18)),
+        ((3, 39, 36), (3, 20, 18)),
+    ],
+)
+def test_images_are_scaled_down_and_never_up(
+    shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
     assert shrink(image, 18).shape == expected
 
@@ -219,14 +268,17 @@ def test_images_are_scaled_down_and_never_up(shape: tuple[int, ...], expected: t
 def test_reasons_are_lines_that_a_program_can_read(tmp_path: Path) -> None:
     open_pictures(tmp_path / "cache")
     lines = (tmp_path / "cache" / BAD).read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [[n, f"image {n}\nis bad"] for n in range(COUNT) if n % 10 == 3]
+    assert [json.loads(line) for line in lines] == [
+        [n, f"image {n}\nis bad"] for n in range(COUNT) if n % 10 == 3
+    ]
     assert pixel_cache.read_reasons(tmp_path / "cache")[13] == "image 13\nis bad"
 
 
 def test_a_file_that_may_not_be_read_ends_the_build_and_is_not_kept_as_a_bad_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, read = write_folder(tmp_path / "root"), np.fromfile
+    root = write_folder(tmp_path / "root")
+    read = np.fromfile
 
     def refused(path: bytes, dtype: Any) -> np.ndarray:  # root may read everything
         if path.endswith(b"dog/2.png"):
@@ -236,7 +288,10 @@ def test_a_file_that_may_not_be_read_ends_the_build_and_is_not_kept_as_a_bad_ima
     monkeypatch.setattr(np, "fromfile", refused)
     with pytest.raises(
         ConfigError,
-        match=r"dog/2\.png cannot be read: Permission denied; give this user the right, or remove the file$",
+        match=(
+            r"dog/2\.png cannot be read: Permission denied; give this user the right, or remove the"
+            r" file$"
+        ),
     ):
         cached(root, tmp_path / "cache")
     monkeypatch.undo()

@@ -1,4 +1,6 @@
-"""Law 2: global batches are slices of one order, whatever the number of ranks; each rank takes every W-th."""
+"""Law 2: global batches are slices of one order, whatever the number of ranks; each rank takes
+every W-th.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ def samplers(sizes: Sizes, **options: Any) -> list[GlobalBatchSampler]:
     """Return the sampler of each rank."""
     length, size, world_size = sizes
     return [
-        GlobalBatchSampler(range(length), global_batch_size=size, num_replicas=world_size, rank=rank, **options)
+        GlobalBatchSampler(
+            range(length), global_batch_size=size, num_replicas=world_size, rank=rank, **options
+        )
         for rank in range(world_size)
     ]
 
@@ -38,7 +42,9 @@ def batches(sampler: GlobalBatchSampler) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(sizes(), st.integers(0, 3), st.integers(0, 5))
-def test_each_rank_gets_its_closed_form_share_of_every_global_batch(sizes: Sizes, seed: int, epoch: int) -> None:
+def test_each_rank_gets_its_closed_form_share_of_every_global_batch(
+    sizes: Sizes, seed: int, epoch: int
+) -> None:
     length, size, world_size = sizes
     for rank, sampler in enumerate(samplers(sizes, seed=seed)):
         sampler.set_epoch(epoch)
@@ -46,7 +52,9 @@ def test_each_rank_gets_its_closed_form_share_of_every_global_batch(sizes: Sizes
         shares = [order[k * size : (k + 1) * size][rank::world_size] for k in range(length // size)]
         assert batches(sampler) == shares
         assert list(sampler) == [sample for share in shares for sample in share]
-        assert len(sampler) == len(list(sampler)) == sampler.steps_per_epoch * sampler.local_batch_size
+        assert (
+            len(sampler) == len(list(sampler)) == sampler.steps_per_epoch * sampler.local_batch_size
+        )
 
 
 @settings(max_examples=50, deadline=None)
@@ -63,7 +71,9 @@ def test_from_the_cursor_on_the_same_batches_come(sizes: Sizes, data: st.DataObj
 
 @settings(max_examples=50, deadline=None)
 @given(sizes(), st.integers(0, 2**63 - 1), st.integers(0, 1000))
-def test_the_order_is_a_permutation_that_seed_and_epoch_alone_decide(sizes: Sizes, seed: int, epoch: int) -> None:
+def test_the_order_is_a_permutation_that_seed_and_epoch_alone_decide(
+    sizes: Sizes, seed: int, epoch: int
+) -> None:
     orders = []
     for sampler in (*samplers(sizes, seed=seed), *samplers((sizes[0], sizes[0], 1), seed=seed)):
         sampler.set_epoch(epoch + 1)

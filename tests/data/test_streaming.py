@@ -1,4 +1,6 @@
-"""Batches of a map-style data set: those that its images would give from memory, read ahead in order by threads."""
+"""Batches of a map-style data set: those that its images would give from memory, read ahead in
+order by threads.
+"""
 
 import threading
 import time
@@ -23,7 +25,8 @@ class Samples(Dataset[tuple[Tensor, int]]):
     """The samples of `split`; early ones take longest to read. Counts the reads."""
 
     def __init__(self, split: ImageTensors, *, delay: float = 0.0) -> None:
-        self.split, self.delay = split, delay
+        self.split = split
+        self.delay = delay
         self.reads: list[int] = []
 
     def __len__(self) -> int:
@@ -49,7 +52,9 @@ class Changed(Samples):
 
 
 def reader(samples: Dataset[Any], *, num_workers: int = 2) -> SampleReader:
-    return SampleReader(samples, image_shape=(2, 5, 7), num_classes=NUM_CLASSES, num_workers=num_workers)
+    return SampleReader(
+        samples, image_shape=(2, 5, 7), num_classes=NUM_CLASSES, num_workers=num_workers
+    )
 
 
 def reader_threads() -> list[str]:
@@ -63,9 +68,12 @@ def test_training_batches_are_those_from_memory(num_workers: int, world_size: in
     for rank in range(world_size):
         in_memory = resident(images, rank=rank, world_size=world_size)
         streamed = TrainLoader(
-            reader(Samples(images, delay=0.01), num_workers=num_workers), sampler=in_memory.sampler,
-            augmentation=in_memory.augmentation, normalize=normalize(), device=CPU,
-        )  # fmt: skip
+            reader(Samples(images, delay=0.01), num_workers=num_workers),
+            sampler=in_memory.sampler,
+            augmentation=in_memory.augmentation,
+            normalize=normalize(),
+            device=CPU,
+        )
         for epoch, step in ((0, 0), (4, 1)):
             in_memory.sampler.set_epoch(epoch, step)
             for batch, expected in zip(streamed, in_memory, strict=True):
@@ -77,7 +85,8 @@ def test_training_batches_are_those_from_memory(num_workers: int, world_size: in
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_epoch_that_is_resumed_reads_no_sample_from_before_its_cursor(rank: int) -> None:
     images = image_set(230)
-    samples, in_memory = Samples(images), resident(images, rank=rank, world_size=2)
+    samples = Samples(images)
+    in_memory = resident(images, rank=rank, world_size=2)
     streamed = TrainLoader(
         reader(samples),
         sampler=in_memory.sampler,
@@ -106,7 +115,8 @@ def test_evaluation_batches_are_those_from_memory(count: int, world_size: int) -
 
 
 def test_only_so_many_batches_are_read_ahead() -> None:
-    samples, size = Samples(image_set(60)), 5
+    samples = Samples(image_set(60))
+    size = 5
     shares = torch.arange(60).split(size)
     for number, _ in enumerate(reader(samples, num_workers=4).read(shares), 1):
         deadline = time.monotonic() + 30
@@ -143,16 +153,25 @@ PIXELS = torch.zeros(2, 5, 7, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (OSError("image file is truncated"), "sample 11 of Changed cannot be read: OSError: image file is truncated"),
+        (
+            OSError("image file is truncated"),
+            "sample 11 of Changed cannot be read: OSError: image file is truncated",
+        ),
         (PIXELS, "sample 11 of Changed cannot be read: ValueError: "),
         ((PIXELS, None), "sample 11 of Changed cannot be read: TypeError: "),
-        ((PIXELS.float(), 3), r"sample 11 of Changed must be a uint8 tensor \[C, H, W\] or a PIL image and is "
-                              r"torch.float32 \[2, 5, 7\]"),
-        ((PIXELS[:, :4], 3), r"sample 11 of Changed has the shape \[2, 4, 7\], the first image \[2, 5, 7\]"),
+        (
+            (PIXELS.float(), 3),
+            r"sample 11 of Changed must be a uint8 tensor \[C, H, W\] or a PIL image and is "
+            r"torch.float32 \[2, 5, 7\]",
+        ),
+        (
+            (PIXELS[:, :4], 3),
+            r"sample 11 of Changed has the shape \[2, 4, 7\], the first image \[2, 5, 7\]",
+        ),
         ((PIXELS, 10), "sample 11 of Changed has the label 10: labels must be 0 to 9"),
         ((PIXELS, -1), "sample 11 of Changed has the label -1: labels must be 0 to 9"),
     ],
-)  # fmt: skip
+)
 def test_a_sample_that_does_not_fit_is_named(sample: Any, message: str) -> None:
     batches = reader(Changed(sample)).read(torch.arange(20).split(5))
     for _ in range(2):
@@ -176,7 +195,9 @@ def test_a_held_out_sample_is_named_as_in_the_whole_data_set() -> None:
                 read_sample(split, split.indices.index(11))  # type: ignore[arg-type, union-attr]
 
 
-@pytest.mark.parametrize(("mode", "shape"), [("L", (1, 4, 6)), ("RGB", (3, 4, 6)), ("RGBA", (4, 4, 6))])
+@pytest.mark.parametrize(
+    ("mode", "shape"), [("L", (1, 4, 6)), ("RGB", (3, 4, 6)), ("RGBA", (4, 4, 6))]
+)
 def test_a_pil_image_is_its_pixels(mode: str, shape: tuple[int, ...]) -> None:
     pixels = np.random.default_rng(0).integers(256, size=(4, 6, shape[0]), dtype=np.uint8)
     image = Image.fromarray(pixels.squeeze(), mode=None)

@@ -1,4 +1,6 @@
-"""Data sets of torchvision, from small files in their real formats: as torchvision itself reads them."""
+"""Data sets of torchvision, from small files in their real formats: as torchvision itself reads
+them.
+"""
 
 import gzip
 import json
@@ -21,7 +23,13 @@ from torchvision import datasets
 from ddp_trainer import run
 from ddp_trainer.config.data import Cifar10Config, TorchvisionDataConfig
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples, read_sample
+from ddp_trainer.data.dataset import (
+    Datasets,
+    ImageTensors,
+    build_datasets,
+    num_samples,
+    read_sample,
+)
 from ddp_trainer.data.datasets.torchvision_sets import names_of_classes
 from ddp_trainer.data.file_index import index_files
 from ddp_trainer.data.image_files import ImageFiles
@@ -40,11 +48,18 @@ def photo(path: Path, *, height: int = 20, width: int = 30) -> None:
 
 def write_cifar(root: Path, *, fine: bool = False) -> None:
     """Write the pickles of CIFAR-10 or CIFAR-100: 20 training images and 10 for evaluation."""
-    folder, key = root / ("cifar-100-python" if fine else "cifar-10-batches-py"), "fine_labels" if fine else "labels"
+    folder = root / ("cifar-100-python" if fine else "cifar-10-batches-py")
+    key = "fine_labels" if fine else "labels"
     folder.mkdir(parents=True)
-    names = {"train": 20, "test": 10} if fine else {f"data_batch_{n}": 4 for n in range(1, 6)} | {"test_batch": 10}
+    names = (
+        {"train": 20, "test": 10}
+        if fine
+        else {f"data_batch_{n}": 4 for n in range(1, 6)} | {"test_batch": 10}
+    )
     for name, count in names.items():
-        (folder / name).write_bytes(pickle.dumps({"data": pixels(count, 3072), key: [n % 4 for n in range(count)]}))
+        (folder / name).write_bytes(
+            pickle.dumps({"data": pixels(count, 3072), key: [n % 4 for n in range(count)]})
+        )
     meta, label_key = ("meta", "fine_label_names") if fine else ("batches.meta", "label_names")
     (folder / meta).write_bytes(pickle.dumps({label_key: ["cat", "dog", "fox", "owl"]}))
 
@@ -95,7 +110,9 @@ def write_pets(root: Path) -> None:
     (base / "images").mkdir()
     for split in ("trainval", "test"):
         names = [
-            (f"{pet}_{split}_{n}", 1 + label) for label, pet in enumerate(("Abyssinian", "beagle")) for n in range(3)
+            (f"{pet}_{split}_{n}", 1 + label)
+            for label, pet in enumerate(("Abyssinian", "beagle"))
+            for n in range(3)
         ]
         lines = [f"{name} {label} {1 + label % 2} 1" for name, label in names]
         (base / f"annotations/{split}.txt").write_text("\n".join(lines) + "\n")
@@ -113,7 +130,11 @@ def write_dtd(root: Path) -> None:
     base = root / "dtd/dtd"
     (base / "labels").mkdir(parents=True)
     for split in ("train", "test", "val"):
-        names = [f"{texture}/{texture}_{split}_{n}.jpg" for texture in ("banded", "dotted") for n in range(3)]
+        names = [
+            f"{texture}/{texture}_{split}_{n}.jpg"
+            for texture in ("banded", "dotted")
+            for n in range(3)
+        ]
         (base / f"labels/{split}1.txt").write_text("\n".join(names) + "\n")
         for name in names:
             photo(base / "images" / name)
@@ -141,12 +162,20 @@ def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def skip_checksums(setattr: Callable[[str, Any], None]) -> None:
     for module in ("cifar", "stl10", "fer2013"):
-        setattr(f"torchvision.datasets.{module}.check_integrity", lambda path, md5=None: Path(path).is_file())
+        setattr(
+            f"torchvision.datasets.{module}.check_integrity",
+            lambda path, md5=None: Path(path).is_file(),
+        )
 
 
 def config(name: str, root: Path, **more: Any) -> TorchvisionDataConfig:
     return TorchvisionDataConfig(
-        dataset=name, root=str(root), image_size=16, cache_dir=str(root / "cache"), **SETS[name][1], **more
+        dataset=name,
+        root=str(root),
+        image_size=16,
+        cache_dir=str(root / "cache"),
+        **SETS[name][1],
+        **more,
     )
 
 
@@ -166,7 +195,9 @@ def test_images_and_labels_are_those_of_torchvision(name: str, tmp_path: Path) -
     elif (hasattr(kind, "train_list") and name.startswith("CIFAR")) or name.endswith("MNIST"):
         splits = [kind(str(tmp_path), train=train, **options) for train in (True, False)]
     else:
-        first, second = {"OxfordIIITPet": ("trainval", "test"), "DTD": ("train", "val")}.get(name, ("train", "test"))
+        first, second = {"OxfordIIITPet": ("trainval", "test"), "DTD": ("train", "val")}.get(
+            name, ("train", "test")
+        )
         splits = [kind(str(tmp_path), split=split) for split in (first, second)]
     is_resident = SETS[name][2]
     for split, theirs in zip((ours.train, ours.eval), splits, strict=False):
@@ -178,14 +209,22 @@ def test_images_and_labels_are_those_of_torchvision(name: str, tmp_path: Path) -
                 assert torch.equal(split.images[index], image)
                 assert split.labels[index] == label
     if not is_resident:
-        files = [split.dataset if isinstance(split, Subset) else split for split in (ours.train, ours.eval)]
+        files = [
+            split.dataset if isinstance(split, Subset) else split
+            for split in (ours.train, ours.eval)
+        ]
         for split, theirs in zip(files, splits, strict=False):
             assert isinstance(split, ImageFiles)
             assert len(split) == len(theirs)
-            seen = sorted((split.decode(n).sum().item(), int(split.labels[n])) for n in range(len(split)))
-            expected = sorted((int(np.asarray(image, dtype=np.int64).sum()), label) for image, label in theirs)
+            seen = sorted(
+                (split.decode(n).sum().item(), int(split.labels[n])) for n in range(len(split))
+            )
+            expected = sorted(
+                (int(np.asarray(image, dtype=np.int64).sum()), label) for image, label in theirs
+            )
             assert [label for _, label in seen] == [label for _, label in expected]
-            assert all(abs(a - b) < 0.02 * b for (a, _), (b, _) in zip(seen, expected, strict=True))  # other decoders
+            # other decoders
+            assert all(abs(a - b) < 0.02 * b for (a, _), (b, _) in zip(seen, expected, strict=True))
     if name == "EuroSAT":
         assert (num_samples(ours.train), num_samples(ours.eval)) == (16, 4)
     names = getattr(splits[0], "classes", None)
@@ -196,9 +235,15 @@ def test_classes_of_the_same_name_stay_apart(tmp_path: Path) -> None:
     """ImageNet has two classes named crane, a bird and a machine."""
     for name in ("crane", "dog", "crane "):
         photo(tmp_path / f"{name}/1.jpg")
-    index = index_files([tmp_path / f"{name}/1.jpg" for name in ("crane", "dog", "crane ")], [0, 1, 2],
-                        ["crane", "dog", "crane"], tmp_path)  # fmt: skip
-    assert ImageFiles(index, index.class_names, image_size=8, min_crop_area=1.0).labels.tolist() == [0, 1, 2]
+    index = index_files(
+        [tmp_path / f"{name}/1.jpg" for name in ("crane", "dog", "crane ")],
+        [0, 1, 2],
+        ["crane", "dog", "crane"],
+        tmp_path,
+    )
+    assert ImageFiles(
+        index, index.class_names, image_size=8, min_crop_area=1.0
+    ).labels.tolist() == [0, 1, 2]
     names = names_of_classes(SimpleNamespace(classes=[("crane",), ("dog", "hound"), ("crane",)]))
     assert names == ["crane (0)", "dog", "crane (2)"]
 
@@ -211,7 +256,9 @@ def test_cifar10_is_a_shorthand(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "data.dataset=CIFAR11 is not a data set of torchvision: did you mean CIFAR": {"dataset": "CIFAR11"},
+    "data.dataset=CIFAR11 is not a data set of torchvision: did you mean CIFAR": {
+        "dataset": "CIFAR11"
+    },
     "data.dataset=os is not a data set of torchvision": {"dataset": "os"},
     "data.dataset=CIFAR10 cannot be read from data.root={root} (Dataset not found": {},
     "data.dataset=KMNIST cannot be read from data.root={root} (": {"dataset": "KMNIST"},
@@ -232,7 +279,8 @@ def test_what_cannot_be_read_is_one_error(expected: str, tmp_path: Path) -> None
 def test_a_set_without_a_split_for_evaluation_needs_a_fraction(tmp_path: Path) -> None:
     write_eurosat(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"^data\.dataset=EuroSAT has no split for evaluation: set data\.validation_f"
+        ConfigError,
+        match=r"^data\.dataset=EuroSAT has no split for evaluation: set data\.validation_f",
     ):
         build_datasets(TorchvisionDataConfig(dataset="EuroSAT", root=str(tmp_path)))
 
@@ -241,19 +289,26 @@ def test_a_set_whose_images_are_neither_in_memory_nor_in_files_is_one_error(tmp_
     rows = [f"{n},{'7 ' * 48 * 48},{usage}" for n, usage in enumerate(("Training", "PublicTest"))]
     (tmp_path / "fer2013").mkdir()
     (tmp_path / "fer2013/fer2013.csv").write_text("\n".join(("emotion,pixels,Usage", *rows)))
-    with pytest.raises(ConfigError, match=r"^data\.dataset=FER2013 has its images neither in memory nor in files: "):
+    with pytest.raises(
+        ConfigError, match=r"^data\.dataset=FER2013 has its images neither in memory nor in files: "
+    ):
         build_datasets(TorchvisionDataConfig(dataset="FER2013", root=str(tmp_path)))
 
 
 def test_an_unknown_test_split_is_one_error(tmp_path: Path) -> None:
     write_food101(tmp_path)
-    with pytest.raises(ConfigError, match=r"^data\.dataset=Food101: Unknown value 'tset' for argument split\."):
+    with pytest.raises(
+        ConfigError, match=r"^data\.dataset=Food101: Unknown value 'tset' for argument split\."
+    ):
         build_datasets(config("Food101", tmp_path, test_split="tset"))
 
 
-@pytest.mark.parametrize("dataset", ["CIFAR10", "EMNIST", "Caltech101"])  # with train, train and split, neither
+# with train, train and split, neither
+@pytest.mark.parametrize("dataset", ["CIFAR10", "EMNIST", "Caltech101"])
 def test_names_of_splits_for_a_set_without_them_are_one_error(dataset: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"^data\.test_split=val: the splits of data\.dataset={dataset} are not"):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.test_split=val: the splits of data\.dataset={dataset} are not"
+    ):
         build_datasets(TorchvisionDataConfig(dataset=dataset, root=str(tmp_path), test_split="val"))
 
 
@@ -266,8 +321,17 @@ def test_a_held_out_part_needs_no_split_for_evaluation(tmp_path: Path) -> None:
 
 def train_cifar(root: Path) -> None:
     skip_checksums(lambda name, value: pytest.MonkeyPatch().setattr(name, value))
-    run(compose("data=cifar10", f"data.root={root}", "model=lenet", "global_batch_size=4", "epochs=1", "name=run",
-                f"output_dir={root}"))  # fmt: skip
+    run(
+        compose(
+            "data=cifar10",
+            f"data.root={root}",
+            "model=lenet",
+            "global_batch_size=4",
+            "epochs=1",
+            "name=run",
+            f"output_dir={root}",
+        )
+    )
 
 
 def test_two_ranks_train_on_cifar10(tmp_path: Path) -> None:
@@ -284,7 +348,14 @@ def test_fashion_mnist_is_that_of_its_own_choice(tmp_path: Path) -> None:
     (tmp_path / "FashionMNIST/raw").mkdir(parents=True)
     for path in source.glob("*.gz"):
         (tmp_path / "FashionMNIST/raw" / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-    done = launch("data=torchvision", "data.dataset=FashionMNIST", f"data.root={tmp_path}", "model=lenet",
-                  "max_steps=2", f"output_dir={tmp_path}", "name=run")  # fmt: skip
+    done = launch(
+        "data=torchvision",
+        "data.dataset=FashionMNIST",
+        f"data.root={tmp_path}",
+        "model=lenet",
+        "max_steps=2",
+        f"output_dir={tmp_path}",
+        "name=run",
+    )
     assert done.code == 0, done.output
     assert "60000 training, 10000 test images" in done.output

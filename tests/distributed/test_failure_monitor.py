@@ -24,16 +24,25 @@ from ddp_trainer.distributed.process_group import process_group
 
 
 def run_monitored(body, folder: str, timeout_seconds: float) -> str:
-    """Call ``body(rank, monitor)`` in a monitor on every rank, with an error file, and return what that file holds."""
+    """Call ``body(rank, monitor)`` in a monitor on every rank, with an error file, and return what
+    that file holds.
+    """
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file = f"{folder}/error-{os.environ['RANK']}.json"
     environment = read_environment()
     with (
-        process_group(environment, device=Device.cpu, backend=Backend.gloo, num_threads=1, timeout_seconds=60) as world,
+        process_group(
+            environment, device=Device.cpu, backend=Backend.gloo, num_threads=1, timeout_seconds=60
+        ) as world,
         FailureMonitor(
-            world, environment, GracefulStop(), run_dir=Path(folder), timeout_seconds=timeout_seconds
+            world,
+            environment,
+            GracefulStop(),
+            run_dir=Path(folder),
+            timeout_seconds=timeout_seconds,
         ) as monitor,
     ):
-        monitor.phase, monitor.step = "data", 3
+        monitor.phase = "data"
+        monitor.step = 3
         body(world.rank, monitor)
     return read_report(error_file)
 
@@ -45,7 +54,8 @@ def read_report(path: str | Path) -> str:
 def hold_the_gil(rank: int, monitor: FailureMonitor) -> None:
     time.sleep(1.5)  # all ranks have sent heartbeats
     if rank == 1:
-        ctypes.PyDLL(None).usleep(2_500_000)  # PyDLL does not release the GIL, so that no heartbeat is sent
+        # PyDLL does not release the GIL, so that no heartbeat is sent
+        ctypes.PyDLL(None).usleep(2_500_000)
     else:
         time.sleep(3.5)
 
@@ -97,7 +107,11 @@ def run_to_failure(
 @pytest.mark.parametrize("body", [end_silently, stop_silently])
 def test_a_rank_without_heartbeats_is_reported_and_the_job_ends(body, tmp_path: Path) -> None:
     codes, (report, _) = run_to_failure(body, tmp_path)
-    assert codes == [1, 0 if body is end_silently else 1]  # rank 0's SIGCONT wakes the stopped rank, which then ends
+    # rank 0's SIGCONT wakes the stopped rank, which then ends
+    assert codes == [
+        1,
+        0 if body is end_silently else 1,
+    ]
     assert re.fullmatch(r"rank 1 on \S+ has not answered for \d+ s, in data after step 3", report)
 
 
@@ -125,7 +139,9 @@ def test_two_ranks_that_see_the_same_failure_report_it_once(tmp_path: Path) -> N
     codes, reports = run_to_failure(lose_the_last_rank, tmp_path, ranks=3, timeout_seconds=30.0)
     assert codes == [1, 1, 0]
     assert sorted(map(bool, reports[:2])) == [False, True]
-    assert re.fullmatch(r"rank 2 on \S+ was lost .*, last seen in data after step 3", "".join(reports[:2]))
+    assert re.fullmatch(
+        r"rank 2 on \S+ was lost .*, last seen in data after step 3", "".join(reports[:2])
+    )
 
 
 def show_stacks(rank: int, monitor: FailureMonitor) -> None:
@@ -133,7 +149,9 @@ def show_stacks(rank: int, monitor: FailureMonitor) -> None:
     with redirect_stderr(StringIO()) as shown:
         os.kill(os.getpid(), signal.SIGQUIT)
         progress(monitor, seconds=4)
-    assert re.match(rf"rank {rank}: data after step 3, at .*\n\nrank {rank} on .*:\n  /", shown.getvalue())
+    assert re.match(
+        rf"rank {rank}: data after step 3, at .*\n\nrank {rank} on .*:\n  /", shown.getvalue()
+    )
 
 
 def test_sigquit_prints_all_stacks_however_many_groups_there_are(tmp_path: Path) -> None:
@@ -148,12 +166,20 @@ TORCHRUN = "torchrun --nproc_per_node=2 --master-port=29500 -m ddp_trainer"
     [
         (None, ["epochs=3", "resume=never", "name=a b"], f"{TORCHRUN} epochs=3 'name=a b'"),
         (None, ["++resume=never"], TORCHRUN),
-        ("NPROC=2 'launch/local.sh' 'resume=never' 'seed=1'", [], "NPROC=2 'launch/local.sh' 'seed=1'"),
+        (
+            "NPROC=2 'launch/local.sh' 'resume=never' 'seed=1'",
+            [],
+            "NPROC=2 'launch/local.sh' 'seed=1'",
+        ),
         ("sbatch --nodes=2 slurm.sbatch resume=never", [], "sbatch --nodes=2 slurm.sbatch"),
         (None, ["name=resume=never"], f"{TORCHRUN} name=resume=never"),
     ],
 )
-def test_the_command_to_continue_resumes(command: str | None, words: list[str], expected: str, monkeypatch) -> None:
+def test_the_command_to_continue_resumes(
+    command: str | None, words: list[str], expected: str, monkeypatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["ddp_trainer", *words])
-    environment = Environment(world_size=2, local_world_size=2, under_torchrun=True, command=command)
+    environment = Environment(
+        world_size=2, local_world_size=2, under_torchrun=True, command=command
+    )
     assert command_to_continue(environment) == expected

@@ -1,4 +1,6 @@
-"""Memory that a step frees is reused, imports run without garbage collection, threads that wait release their core."""
+"""Memory that a step frees is reused, imports run without garbage collection, threads that wait
+release their core.
+"""
 
 import sys
 
@@ -20,7 +22,8 @@ torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     keep_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for mebibytes in range(1, 31):  # each larger than all before, because glibc adapts its threshold to freed blocks
+# Each tensor is larger than all before, because glibc adapts its threshold to freed blocks.
+for mebibytes in range(1, 31):
     torch.ones(mebibytes * 2**18)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """

@@ -1,4 +1,6 @@
-"""The process group: its collectives, joining after a restart, and what the launch environment says."""
+"""The process group: its collectives, joining after a restart, and what the launch environment
+says.
+"""
 
 import os
 import time
@@ -19,14 +21,23 @@ from ddp_trainer.distributed.process_group import World, join_round, prepare, pr
 
 CPU: dict[str, Any] = {"device": Device.cpu, "backend": Backend.auto, "num_threads": 1}
 TORCHRUN = {
-    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
-}  # fmt: skip
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+}
 
 
 def value_of(rank: int) -> dict[str, Any]:
     """Return a value whose JSON has another length on every rank."""
-    return {"rank": rank, "text": "größe\n" * rank, "numbers": [rank / 3, None, True], "nothing": {}}
+    return {
+        "rank": rank,
+        "text": "größe\n" * rank,
+        "numbers": [rank / 3, None, True],
+        "nothing": {},
+    }
 
 
 def message_of(world: World, failing: dict[int, str]) -> str:
@@ -44,7 +55,9 @@ def use_collectives() -> dict[str, Any]:
         return {
             "gathered": world.all_gather_object(value_of(world.rank)),
             "object": world.broadcast_object(value_of(world.rank)),
-            "bytes": list(world.broadcast_bytes(bytes([world.rank]) * (1000 if world.is_main else 3))),
+            "bytes": list(
+                world.broadcast_bytes(bytes([world.rank]) * (1000 if world.is_main else 3))
+            ),
             "empty": list(world.broadcast_bytes(b"" if world.is_main else b"other")),
             "messages": [message_of(world, failing) for failing in failures],
         }
@@ -92,7 +105,9 @@ def join_late(is_announced: bool) -> str:
 
 def test_ranks_wait_for_one_that_announces_that_it_is_busy_and_name_one_that_does_not() -> None:
     with ThreadPoolExecutor() as pool:  # both only wait
-        announced, silent = (pool.submit(on_ranks, 3, join_late, is_announced) for is_announced in (True, False))
+        announced, silent = (
+            pool.submit(on_ranks, 3, join_late, is_announced) for is_announced in (True, False)
+        )
         assert announced.result() == ["3 ranks"] * 3
         assert silent.result()[0] == "2 of 3 ranks came within 5 s, missing: 1"
 
@@ -109,9 +124,11 @@ def join_again() -> list[str]:
     values = []
     for attempt in range(2):
         view = join_round(store, rank=environment.rank, world_size=2, timeout=timedelta(seconds=20))
-        values.append(view.compare_set("first", "", str(attempt)).decode())  # a new view holds no value
+        # a new view holds no value
+        values.append(view.compare_set("first", "", str(attempt)).decode())
         store.set(f"ended/{attempt}/{environment.rank}", "")
-        store.wait([f"ended/{attempt}/{r}" for r in range(2)])  # torchrun ends all ranks before it restarts them
+        # torchrun ends all ranks before it restarts them
+        store.wait([f"ended/{attempt}/{r}" for r in range(2)])
     return values
 
 
@@ -132,16 +149,22 @@ def test_the_interface_that_routes_to_rank_0_is_used_unless_one_is_set() -> None
 
 
 def test_a_restart_by_torchrun_or_slurm_is_known() -> None:
-    assert not read_environment(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}).is_restart
+    assert not read_environment(
+        TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}
+    ).is_restart
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         assert read_environment(TORCHRUN | {name: "2"}).is_restart
 
 
 def test_a_restart_that_torchrun_does_not_count_is_known(tmp_path: Path) -> None:
     def start() -> bool:
-        """Start as another process would, in which torchrun has made the folder of the attempt again."""
+        """Start as another process would, in which torchrun has made the folder of the attempt
+        again.
+        """
         (tmp_path / "attempt_0/1").mkdir(parents=True, exist_ok=True)
-        environment = read_environment(TORCHRUN | {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_0/1/error.json"})
+        environment = read_environment(
+            TORCHRUN | {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_0/1/error.json"}
+        )
         environment.record_start()
         return environment.is_restart
 

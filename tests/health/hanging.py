@@ -1,4 +1,6 @@
-"""The command line, with the main thread of one rank stuck: STUCK=rank:where:step, where is a key of PLACES."""
+"""The command line, with the main thread of one rank stuck: STUCK=rank:where:step, where is a key
+of PLACES.
+"""
 
 import os
 import threading

@@ -1,4 +1,6 @@
-"""The command line, with a rank that keeps memory in each epoch, LEAKING=rank:MiB, or fails, FAILING=rank:step."""
+"""The command line, with a rank that keeps memory in each epoch, LEAKING=rank:MiB, or fails,
+FAILING=rank:step.
+"""
 
 import os
 from typing import Any
@@ -11,9 +13,12 @@ end_with_launcher()  # before torch is imported, which takes a while
 from ddp_trainer.training.step import TrainStep  # noqa: E402
 from ddp_trainer.training.trainer import Trainer  # noqa: E402
 
-rank, leak, failing = os.environ["RANK"], os.environ.get("LEAKING", ":0"), os.environ.get("FAILING", ":0")
+rank = os.environ["RANK"]
+leak = os.environ.get("LEAKING", ":0")
+failing = os.environ.get("FAILING", ":0")
 kept: list[bytearray] = []
-train_epoch, take_step = Trainer.train_epoch, TrainStep.__call__
+train_epoch = Trainer.train_epoch
+take_step = TrainStep.__call__
 
 
 def leaking_epoch(self: Trainer, epoch: int) -> Any:

@@ -1,4 +1,6 @@
-"""Flight data, memory that grows, and heat: what the ranks know about themselves is kept and warned about."""
+"""Flight data, memory that grows, and heat: what the ranks know about themselves is kept and warned
+about.
+"""
 
 import json
 import re
@@ -39,9 +41,13 @@ def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -
     done = run_command([*torchrun(2), LEAKING, *words], LEAKING="1:20")
     assert done.code == 0, done.output
     [line] = re.findall(
-        r"^the memory of rank 1 on \S+ has grown in each of the last 5 epochs, from .*$", done.output, re.M
+        r"^the memory of rank 1 on \S+ has grown in each of the last 5 epochs, from .*$",
+        done.output,
+        re.M,
     )
-    before, after = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: to| MiB)", line)[-2:])
+    before, after = (
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: to| MiB)", line)[-2:]
+    )
     assert after - before >= 64
     assert not (tmp_path / "run/flight").exists()
 
@@ -53,8 +59,16 @@ def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
     recorder.write()
     found = rows(tmp_path / "flight/rank-00003.jsonl")
     assert len(found) == MAX_ROWS
-    assert (found[-1]["step"], found[-1]["steps"]) == (40000, 8)  # half a second, whatever the log points are
-    assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (15.625, 46.875, 100.0)
+    # half a second, whatever the log points are
+    assert (found[-1]["step"], found[-1]["steps"]) == (
+        40000,
+        8,
+    )
+    assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (
+        15.625,
+        46.875,
+        100.0,
+    )
 
 
 def test_no_row_of_the_ranks_is_lost_when_rows_are_merged(tmp_path: Path) -> None:
@@ -71,20 +85,26 @@ def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Pa
 
 def grown(levels: list[list[float]]) -> list[int | None]:
     growth = MemoryGrowth()
-    found = [growth.add(epoch, torch.tensor(level, dtype=torch.float64)) for epoch, level in enumerate(levels)]
+    found = [
+        growth.add(epoch, torch.tensor(level, dtype=torch.float64))
+        for epoch, level in enumerate(levels)
+    ]
     return [one and one[0] for one in found]
 
 
 def test_growth_is_that_of_every_epoch_and_large_enough() -> None:
     assert grown([[500.0, 500.0 + 20 * epoch] for epoch in range(8)]) == [None] * 6 + [1, None]
     assert not any(grown([[500.0, 500.0 + 10 * epoch] for epoch in range(8)]))  # less than 64 MB
-    assert not any(grown([[5000.0, 5000.0 + 20 * epoch] for epoch in range(8)]))  # less than a tenth
-    assert not any(grown([[500.0, 500.0 + 60 * (epoch // 2)] for epoch in range(12)]))  # not in every epoch
+    # less than a tenth
+    assert not any(grown([[5000.0, 5000.0 + 20 * epoch] for epoch in range(8)]))
+    # not in every epoch
+    assert not any(grown([[500.0, 500.0 + 60 * (epoch // 2)] for epoch in range(12)]))
     assert grown([[500.0 * 2**epoch, 400.0] for epoch in range(14)]).count(0) == 2
 
 
 def test_heat_is_read_where_linux_shows_it(tmp_path: Path) -> None:
-    zones, cores = tmp_path / "class/thermal", tmp_path / "devices/system/cpu"
+    zones = tmp_path / "class/thermal"
+    cores = tmp_path / "devices/system/cpu"
     for number, text in enumerate(("41000\n", "67500\n", "")):
         (zones / f"thermal_zone{number}").mkdir(parents=True)
         (zones / f"thermal_zone{number}/temp").write_text(text)

@@ -1,4 +1,6 @@
-"""Silent corruption: a flipped bit is found before its step is used, and the rank is named; no false alarm."""
+"""Silent corruption: a flipped bit is found before its step is used, and the rank is named; no
+false alarm.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +32,9 @@ from ddp_trainer.training.step import StepSettings, TrainStep
 
 NUM_TRIALS = 6
 DDP = DDPConfig()
-BATCH, SHAPE = 13, (1, 12, 12)  # which no number of ranks divides
+# which no number of ranks divides
+BATCH = 13
+SHAPE = (1, 12, 12)
 
 
 def build(
@@ -39,9 +43,18 @@ def build(
     torch.manual_seed(0)
     model = LeNet(LeNetConfig(), image_shape=SHAPE, num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    settings = StepSettings(global_batch_size=BATCH, gradient_accumulation_steps=parts, precision=precision)
+    settings = StepSettings(
+        global_batch_size=BATCH, gradient_accumulation_steps=parts, precision=precision
+    )
     sync = build_sync(config, world)
-    step = TrainStep(model, sync, optimizer, LambdaLR(optimizer, lambda step: 1.0), settings=settings, world=world)
+    step = TrainStep(
+        model,
+        sync,
+        optimizer,
+        LambdaLR(optimizer, lambda step: 1.0),
+        settings=settings,
+        world=world,
+    )
     step.check = GradientCheck(step, every_steps=1, deterministic=False)
     step.sync.begin()
     step.begin_training()
@@ -50,7 +63,8 @@ def build(
 
 def train(step: TrainStep, count: int, seed: int = 0) -> None:
     """Take so many steps on this rank's shares of random batches."""
-    generator, share = torch.Generator().manual_seed(seed), slice(step.world.rank, None, step.world.world_size)
+    generator = torch.Generator().manual_seed(seed)
+    share = slice(step.world.rank, None, step.world.world_size)
     for _ in range(count):
         images = torch.randn(BATCH, *SHAPE, generator=generator)
         labels = torch.randint(10, (BATCH,), generator=generator)
@@ -67,7 +81,9 @@ def flip(tensor: Tensor, place: int, bit: int) -> Tensor:
 def corrupt(step: TrainStep, what: str, trial: int) -> Callable[[], object]:
     """Flip a bit in the next step. Return what ends it."""
     parameters = list(step.model.parameters())
-    parameter, place, bit = parameters[trial % len(parameters)], 7 * trial, (5 * trial) % 32
+    parameter = parameters[trial % len(parameters)]
+    place = 7 * trial
+    bit = (5 * trial) % 32
     match what:
         case "gradient":
             return parameter.register_hook(lambda gradient: flip(gradient, place, bit)).remove
@@ -82,7 +98,9 @@ def corrupt(step: TrainStep, what: str, trial: int) -> Callable[[], object]:
             first = next(module for module in step.model.modules() if isinstance(module, nn.Conv2d))
             # Of the largest value, or pooling would drop it and nothing would have happened.
             return first.register_forward_hook(
-                lambda _module, _inputs, output: output + (flip(output, int(output.argmax()), 22) - output).detach()
+                lambda _module, _inputs, output: (
+                    output + (flip(output, int(output.argmax()), 22) - output).detach()
+                )
             ).remove
         case _:
             with torch.no_grad():
@@ -91,11 +109,14 @@ def corrupt(step: TrainStep, what: str, trial: int) -> Callable[[], object]:
 
 
 def trials(what: str, numbers: range, precision: Precision) -> list[tuple[int, int | None, int]]:
-    """Return for each trial the corrupted rank, the named one (-1 if none was found), and the number of good steps."""
+    """Return for each trial the corrupted rank, the named one (-1 if none was found), and the
+    number of good steps.
+    """
     found = []
     with in_process_group() as world:
         for trial in numbers:
-            step, rank = build(world, precision=precision), trial % world.world_size
+            step = build(world, precision=precision)
+            rank = trial % world.world_size
             train(step, 2)
             undo = corrupt(step, what, trial) if world.rank == rank else lambda: None
             try:
@@ -109,12 +130,22 @@ def trials(what: str, numbers: range, precision: Precision) -> list[tuple[int, i
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("gradient", 3), ("accumulated gradient", 3), ("activation", 3), ("parameter", 3), ("activation", 4)],
+    [
+        ("gradient", 3),
+        ("accumulated gradient", 3),
+        ("activation", 3),
+        ("parameter", 3),
+        ("activation", 4),
+    ],
 )
-def test_a_flipped_bit_is_found_before_it_is_used_and_its_rank_is_named(what: str, ranks: int) -> None:
+def test_a_flipped_bit_is_found_before_it_is_used_and_its_rank_is_named(
+    what: str, ranks: int
+) -> None:
     results = on_ranks(ranks, trials, what, range(NUM_TRIALS), Precision.fp32, deadline=240)
     assert results == [results[0]] * ranks
-    assert [(named, count) for _, named, count in results[0]] == [(rank, 2) for rank, _, _ in results[0]]
+    assert [(named, count) for _, named, count in results[0]] == [
+        (rank, 2) for rank, _, _ in results[0]
+    ]
 
 
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
@@ -134,10 +165,15 @@ def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) 
 
 
 STRATEGIES: list[tuple[Any, ...]] = [
-    (2, DDP, Precision.fp32, 1), (3, DDP, Precision.fp32, 2), (2, DDP, Precision.bf16, 1), (1, DDP, Precision.fp32, 1),
-    (3, AllReduceConfig(), Precision.fp32, 1), (2, RingConfig(), Precision.fp32, 2),
-    (3, ParameterServerConfig(), Precision.fp32, 1), (2, DDPConfig(comm_hook=CommHook.fp16), Precision.fp32, 1),
-]  # fmt: skip
+    (2, DDP, Precision.fp32, 1),
+    (3, DDP, Precision.fp32, 2),
+    (2, DDP, Precision.bf16, 1),
+    (1, DDP, Precision.fp32, 1),
+    (3, AllReduceConfig(), Precision.fp32, 1),
+    (2, RingConfig(), Precision.fp32, 2),
+    (3, ParameterServerConfig(), Precision.fp32, 1),
+    (2, DDPConfig(comm_hook=CommHook.fp16), Precision.fp32, 1),
+]
 
 
 @pytest.mark.parametrize(("ranks", "sync", "precision", "parts"), STRATEGIES)
@@ -148,7 +184,9 @@ def test_quiet_steps_raise_no_alarm_with_any_strategy(
 
 
 def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int | None]:
-    """Return whether gradients may differ by rounding, the number of good steps, and the rank that was named."""
+    """Return whether gradients may differ by rounding, the number of good steps, and the rank that
+    was named.
+    """
     with in_process_group() as world:
         torch.set_num_threads(1 + world.rank)
         step = build(world, precision=precision)
@@ -157,7 +195,9 @@ def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int
         if world.rank == 2:
             parameter = list(step.model.parameters())[-2]
             if what == "gradient":
-                parameter.register_hook(lambda gradient: flip(gradient, int(gradient.abs().argmax()), 30))
+                parameter.register_hook(
+                    lambda gradient: flip(gradient, int(gradient.abs().argmax()), 30)
+                )
             else:
                 with torch.no_grad():
                     parameter.copy_(flip(parameter, 7, 0))
@@ -168,13 +208,19 @@ def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int
         return step.check.tolerance is not None, step.count, -1
 
 
-@pytest.mark.parametrize(("precision", "what"), [(Precision.fp32, "parameter"), (Precision.bf16, "gradient")])
-def test_machines_that_round_differently_are_compared_within_a_bound(precision: Precision, what: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "what"), [(Precision.fp32, "parameter"), (Precision.bf16, "gradient")]
+)
+def test_machines_that_round_differently_are_compared_within_a_bound(
+    precision: Precision, what: str
+) -> None:
     assert on_ranks(3, on_unequal_machines, precision, what, deadline=120) == [(True, 30, 2)] * 3
 
 
 def overflowing_steps() -> tuple[bool, int]:
-    """Return whether gradients of fp16 overflowed, and how many steps were checked, on machines that round apart."""
+    """Return whether gradients of fp16 overflowed, and how many steps were checked, on machines
+    that round apart.
+    """
     with in_process_group() as world:
         torch.set_num_threads(1 + world.rank)
         step = build(world, precision=Precision.fp16)
@@ -194,7 +240,9 @@ def test_steps_apart_are_not_compared() -> None:
 
 
 def check_after_resume() -> tuple[list[bool], list[bool]]:
-    """Return whether a check is due after some steps of a resumed run, and whether batches arrive in their layout."""
+    """Return whether a check is due after some steps of a resumed run, and whether batches arrive
+    in their layout.
+    """
     with in_process_group() as world:
         step = build(world)
         assert isinstance(step.check, GradientCheck)
@@ -205,8 +253,12 @@ def check_after_resume() -> tuple[list[bool], list[bool]]:
             due.append(step.check.is_due)
         batch = torch.zeros(2, 1, 4, 5)  # of one channel: contiguous in both layouts
         batches = [batch, batch.to(memory_format=torch.channels_last)]
-        received = [transfer(batch, 2, source=world.rank, target=world.rank)[1] for batch in batches]
-        return due, [one.stride() == other.stride() for one, other in zip(batches, received, strict=True)]
+        received = [
+            transfer(batch, 2, source=world.rank, target=world.rank)[1] for batch in batches
+        ]
+        return due, [
+            one.stride() == other.stride() for one, other in zip(batches, received, strict=True)
+        ]
 
 
 def test_a_resumed_run_is_checked_at_the_same_steps_in_the_same_layout() -> None:
@@ -219,7 +271,9 @@ def with_check(enabled: bool) -> list[float]:
         if not enabled:
             step.check = None
         train(step, 5)
-        return torch.cat([parameter.detach().view(-1) for parameter in step.model.parameters()]).tolist()
+        return torch.cat(
+            [parameter.detach().view(-1) for parameter in step.model.parameters()]
+        ).tolist()
 
 
 def test_the_check_does_not_change_the_training() -> None:

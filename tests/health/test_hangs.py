@@ -1,4 +1,6 @@
-"""A rank whose main thread is stuck: one report names it, its place and its phase, and the job ends."""
+"""A rank whose main thread is stuck: one report names it, its place and its phase, and the job
+ends.
+"""
 
 import os
 import re
@@ -16,20 +18,36 @@ from ddp_trainer.distributed.stacks import RankStatus, absent_ranks, grouped_lin
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 PHASES = {
-    "loader": "data", "forward": "forward", "collective": "data|evaluation", "evaluation": "evaluation",
-    "save": "save", "logger": "data|evaluation",
-}  # fmt: skip
+    "loader": "data",
+    "forward": "forward",
+    "collective": "data|evaluation",
+    "evaluation": "evaluation",
+    "save": "save",
+    "logger": "data|evaluation",
+}
 
 
 COUNTS = {"forward": 7, "collective": 5}
-"""The call in which a rank is stuck, if not the second: the first passes are before the first step."""
-ALL = [(where, rank) for where in (*PHASES, "stopped", "killed") for rank in (0, 1) if (where, rank) != ("logger", 1)]
+"""The call in which a rank is stuck, if not the second: the first passes are before the first step.
+"""
+ALL = [
+    (where, rank)
+    for where in (*PHASES, "stopped", "killed")
+    for rank in (0, 1)
+    if (where, rank) != ("logger", 1)
+]
 HANGS = int(os.environ.get("HANGS", "0"))
 """Trials over all phases; with 0 two phases only. Rank 1 has no loggers."""
 
 
 def words(folder: Path, seconds: int) -> list[str]:
-    return [*TINY, f"output_dir={folder}", "name=run", f"timeout_seconds={seconds}", "log_every_steps=3"]
+    return [
+        *TINY,
+        f"output_dir={folder}",
+        "name=run",
+        f"timeout_seconds={seconds}",
+        "log_every_steps=3",
+    ]
 
 
 def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
@@ -37,21 +55,29 @@ def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
     stuck = f"{rank}:{where}:{COUNTS.get(where, 2)}"
     done = run_command([*torchrun(2), HANGING, *words(folder, seconds)], STUCK=stuck, deadline=240)
     assert done.code == 1, done.output
-    first = rf"rank {rank} on \S+ has made no progress for \d+ s, in ({PHASES[where]}) after step \d+\n"
+    first = (
+        rf"rank {rank} on \S+ has made no progress for \d+ s, in ({PHASES[where]}) after step \d+\n"
+    )
     assert re.search(rf"traceback : {first}", done.output), done.output
     assert re.search(rf"rank {rank}: .*hanging\.py:\d+ in stuck_here", done.output), done.output
     text = (folder / "run/hang.log").read_text()
     assert re.match(first, text)
     assert f"rank {1 - rank} on" in text
     assert re.search(r"last collectives: .*#\d+ gloo:\w+ \[\[", text), text
-    assert not any(Path(f"/proc/{process.pid}").exists() for process in read_processes(folder / "run"))
+    assert not any(
+        Path(f"/proc/{process.pid}").exists() for process in read_processes(folder / "run")
+    )
 
 
 @pytest.mark.fault("the main thread of a rank stuck")
-@pytest.mark.parametrize(("where", "rank"), (ALL * 3)[:HANGS] if HANGS else [("loader", 1), ("evaluation", 0)])
+@pytest.mark.parametrize(
+    ("where", "rank"), (ALL * 3)[:HANGS] if HANGS else [("loader", 1), ("evaluation", 0)]
+)
 def test_a_stuck_rank_is_named_with_its_place(where: str, rank: int, tmp_path: Path) -> None:
     if where in ("stopped", "killed"):
-        disturb(tmp_path, signal.SIGSTOP if where == "stopped" else signal.SIGKILL, rank, seconds=24)
+        disturb(
+            tmp_path, signal.SIGSTOP if where == "stopped" else signal.SIGKILL, rank, seconds=24
+        )
     else:
         hang(tmp_path, where, rank, seconds=24)
 
@@ -60,9 +86,13 @@ def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) ->
     """Send a signal to a rank of a job, and check that it is named and that nothing is left."""
     command = [*torchrun(2), "-m", "ddp_trainer", *words(folder, seconds), "epochs=100000"]
     with subprocess.Popen(
-        command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    ) as job:  # fmt: skip
+    ) as job:
         metrics = folder / "run/metrics.jsonl"
         wait_for(lambda: metrics.exists() and "train/loss" in metrics.read_text())
         processes = read_processes(folder / "run")
@@ -77,16 +107,30 @@ def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) ->
 
 
 def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path: Path) -> None:
-    command = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    command = [
+        *torchrun(2),
+        "-m",
+        "ddp_trainer",
+        *TINY,
+        "epochs=100000",
+        f"output_dir={tmp_path}",
+        "name=run",
+    ]
     with subprocess.Popen(
-        command, env=clean_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        env=clean_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     ) as job:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
         try:
             for _ in range(2):
                 shown = launch("doctor", str(tmp_path / "run"))
                 assert shown.code == 0, shown.output
-                assert re.search(r"^rank 0 on \S+, in .* after step \d+:\n  /", shown.output, re.MULTILINE)
+                assert re.search(
+                    r"^rank 0 on \S+, in .* after step \d+:\n  /", shown.output, re.MULTILINE
+                )
                 assert re.search(r"^rank 1 on ", shown.output, re.MULTILINE)
                 assert "train_epoch" in shown.output or "fit" in shown.output
             assert job.poll() is None
@@ -99,7 +143,9 @@ def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path
 
 
 def handles(pid: int, number: signal.Signals, *, launcher: int) -> bool:
-    """Return whether a process has a handler of its own for a signal; before its program starts it has its parent's."""
+    """Return whether a process has a handler of its own for a signal; before its program starts it
+    has its parent's.
+    """
     if Path(f"/proc/{pid}/cmdline").read_bytes() == Path(f"/proc/{launcher}/cmdline").read_bytes():
         return False
     status = Path(f"/proc/{pid}/status").read_text()
@@ -107,15 +153,32 @@ def handles(pid: int, number: signal.Signals, *, launcher: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    return [
+        int(word)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for word in path.read_text().split()
+    ]
 
 
-def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(tmp_path: Path) -> None:
-    command = [*torchrun(2), "-m", "ddp_trainer", *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
-    output, run_dir = tmp_path / "output", tmp_path / "run"
+def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(
+    tmp_path: Path,
+) -> None:
+    command = [
+        *torchrun(2),
+        "-m",
+        "ddp_trainer",
+        *TINY,
+        "epochs=100000",
+        f"output_dir={tmp_path}",
+        "name=run",
+    ]
+    output = tmp_path / "output"
+    run_dir = tmp_path / "run"
     with (
         output.open("w") as file,
-        subprocess.Popen(command, env=clean_environment(), stdout=file, stderr=file, start_new_session=True) as job,
+        subprocess.Popen(
+            command, env=clean_environment(), stdout=file, stderr=file, start_new_session=True
+        ) as job,
     ):
         try:
             wait_for(lambda: len(children(job.pid)) == 2)
@@ -126,7 +189,12 @@ def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(t
             wait_for(lambda: "most recent call first" in output.read_text())
             wait_for(lambda: (run_dir / "metrics.jsonl").exists())
             os.kill(rank, signal.SIGQUIT)
-            wait_for(lambda: (run_dir / "stacks.log").exists() and "rank 1 on" in (run_dir / "stacks.log").read_text())
+            wait_for(
+                lambda: (
+                    (run_dir / "stacks.log").exists()
+                    and "rank 1 on" in (run_dir / "stacks.log").read_text()
+                )
+            )
             assert "rank 0 on" in (run_dir / "stacks.log").read_text()
             assert job.poll() is None
         finally:
@@ -173,7 +241,9 @@ def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankSta
         ([at(0, LOAD, "data"), at(1, LOAD, "data"), at(2, LOAD, "forward")], [2]),
     ],
 )
-def test_the_absent_ranks_are_those_that_the_others_wait_for(stacks: list[RankStatus], absent: list[int]) -> None:
+def test_the_absent_ranks_are_those_that_the_others_wait_for(
+    stacks: list[RankStatus], absent: list[int]
+) -> None:
     assert [stack.rank for stack in absent_ranks(stacks)] == absent
 
 
@@ -185,9 +255,15 @@ def test_ranks_in_one_place_share_a_line() -> None:
 
 def test_the_text_of_faulthandler_is_read() -> None:
     text = subprocess.run(
-        [sys.executable, "-c", "import faulthandler, threading\n"
-         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-         "def stuck(): faulthandler.dump_traceback(all_threads=True)\nstuck()"],
-        capture_output=True, text=True, check=True,
-    ).stderr  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import faulthandler, threading\n"
+            "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+            "def stuck(): faulthandler.dump_traceback(all_threads=True)\nstuck()",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
     assert parse(text) == ["<string>:3 in stuck", "<string>:4 in <module>"]

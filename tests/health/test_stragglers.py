@@ -14,14 +14,25 @@ BLOCK = 10
 
 
 def blocks(
-    shares: list[int], count: int, *, slow: int | None = None, phase: str = "backward", factor: float = 1.2,
-    noise: float = 0.03, hiccup: float = 0.1, step_seconds: float = 0.06, seed: int = 0, waits: bool = False,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Return the own times of blocks of steps, with some noise in all and long pauses in a few of them.
+    shares: list[int],
+    count: int,
+    *,
+    slow: int | None = None,
+    phase: str = "backward",
+    factor: float = 1.2,
+    noise: float = 0.03,
+    hiccup: float = 0.1,
+    step_seconds: float = 0.06,
+    seed: int = 0,
+    waits: bool = False,
+) -> list[torch.Tensor]:
+    """Return the own times of blocks of steps, with some noise in all and long pauses in a few of
+    them.
 
     waits: the slow rank is off its processor for what it loses, else it computes for longer.
     """
-    chance, waiting = random.Random(seed), random.Random(seed)
+    chance = random.Random(seed)
+    waiting = random.Random(seed)
     typical = torch.tensor([0.02, 0.33, 0.6, 0.05], dtype=torch.float64) * step_seconds * BLOCK
     made = []
     for _ in range(count):
@@ -30,8 +41,14 @@ def blocks(
             row = typical * share / max(shares)
             row = row * torch.tensor([chance.gauss(1, noise) for _ in PHASES], dtype=torch.float64)
             if chance.random() < hiccup / len(shares):
-                row[chance.randrange(len(PHASES))] += chance.uniform(0.05, 0.5) * step_seconds * BLOCK
-            off = 0.01 * typical * torch.tensor([waiting.random() for _ in PHASES], dtype=torch.float64)
+                row[chance.randrange(len(PHASES))] += (
+                    chance.uniform(0.05, 0.5) * step_seconds * BLOCK
+                )
+            off = (
+                0.01
+                * typical
+                * torch.tensor([waiting.random() for _ in PHASES], dtype=torch.float64)
+            )
             if rank == slow:
                 lost = (factor - 1) * typical.sum() * share / max(shares)
                 row[PHASES.index(phase)] += lost
@@ -41,7 +58,9 @@ def blocks(
     return made
 
 
-def found_after(finder: StragglerFinder, times: list[torch.Tensor], begin: int = 0) -> list[Straggler | None]:
+def found_after(
+    finder: StragglerFinder, times: list[torch.Tensor], begin: int = 0
+) -> list[Straggler | None]:
     """Return what is found after each block."""
     found = []
     for number, block in enumerate(times):
@@ -50,13 +69,18 @@ def found_after(finder: StragglerFinder, times: list[torch.Tensor], begin: int =
     return found
 
 
-@pytest.mark.parametrize("shares", [[8, 8], [8, 8, 8], [8, 8, 8, 8], [65, 64, 64], [64, 64, 64, 63]])
+@pytest.mark.parametrize(
+    "shares", [[8, 8], [8, 8, 8], [8, 8, 8, 8], [65, 64, 64], [64, 64, 64, 63]]
+)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_slow_rank_is_named_within_fifty_steps(shares: list[int], phase: str, seed: int) -> None:
-    finder, slow = StragglerFinder(PHASES, shares), seed % len(shares)
+    finder = StragglerFinder(PHASES, shares)
+    slow = seed % len(shares)
     assert not any(found_after(finder, blocks(shares, 30, seed=seed, hiccup=0)))
-    found = found_after(finder, blocks(shares, 5, slow=slow, phase=phase, seed=seed, hiccup=0), begin=300)
+    found = found_after(
+        finder, blocks(shares, 5, slow=slow, phase=phase, seed=seed, hiccup=0), begin=300
+    )
     assert found[-1] is not None
     assert (found[-1].rank, found[-1].phase) == (slow, phase)
     assert found[-1].slowdown == pytest.approx(0.2, abs=0.06)
@@ -71,15 +95,21 @@ def test_quiet_ranks_with_pauses_now_and_then_are_never_named(shares: list[int])
 
 def test_a_rank_with_a_larger_share_is_named_when_it_is_slow_by_the_image_too() -> None:
     finder = StragglerFinder(PHASES, [3, 2])
-    found = found_after(finder, [*blocks([3, 2], 60, hiccup=0), *blocks([3, 2], 10, slow=0, factor=1.3, hiccup=0)])
+    found = found_after(
+        finder, [*blocks([3, 2], 60, hiccup=0), *blocks([3, 2], 10, slow=0, factor=1.3, hiccup=0)]
+    )
     assert found[-1] is not None
     assert found[-1].rank == 0
 
 
 def test_a_rank_that_recovers_is_cleared_and_another_phase_is_named_only_if_it_costs_more() -> None:
-    finder, shares = StragglerFinder(PHASES, [8, 8, 8]), [8, 8, 8]
+    finder = StragglerFinder(PHASES, [8, 8, 8])
+    shares = [8, 8, 8]
     assert not any(found_after(finder, blocks(shares, 30, hiccup=0)))
-    slow = [*blocks(shares, 5, slow=1, phase="data", hiccup=0), *blocks(shares, 10, slow=1, phase="backward", hiccup=0)]
+    slow = [
+        *blocks(shares, 5, slow=1, phase="data", hiccup=0),
+        *blocks(shares, 10, slow=1, phase="backward", hiccup=0),
+    ]
     found = [straggler for straggler in found_after(finder, slow) if straggler]
     assert {straggler.rank for straggler in found} == {1}
     phases = [straggler.phase for straggler in found]
@@ -100,11 +130,16 @@ def test_the_median_is_that_of_the_other_ranks() -> None:
     for number in range(2, 6):
         some = values[:number]
         others = [torch.cat([some[:rank], some[rank + 1 :]]).numpy() for rank in range(number)]
-        assert torch.equal(median_of_others(some), torch.stack([torch.tensor(np.median(o, axis=0)) for o in others]))
+        assert torch.equal(
+            median_of_others(some),
+            torch.stack([torch.tensor(np.median(o, axis=0)) for o in others]),
+        )
 
 
 def test_the_slowdown_is_that_of_the_whole_step() -> None:
-    seconds = torch.tensor([[1.0, 3.0, 0.0, 0.0], [1.0, 4.0, 0.0, 0.5], [1.0, 3.0, 0.0, 0.0]], dtype=torch.float64)
+    seconds = torch.tensor(
+        [[1.0, 3.0, 0.0, 0.0], [1.0, 4.0, 0.0, 0.5], [1.0, 3.0, 0.0, 0.0]], dtype=torch.float64
+    )
     sample = compare(seconds, torch.ones(3, dtype=torch.float64), begin=0)
     assert sample.slowdown[:, -1].tolist() == pytest.approx([-1 / 9, 0.25, -1 / 9])
     assert sample.slowdown[1].tolist() == [0.0, 0.25, 0.0, 0.125, 0.25]
@@ -117,7 +152,8 @@ def test_a_rank_that_was_slow_from_the_start_is_named_when_the_noise_is_known() 
 
 
 def test_a_machine_that_is_noisy_takes_longer_and_has_no_false_alarm() -> None:
-    finder, noisy = StragglerFinder(PHASES, [8, 8]), blocks([8, 8], 400, noise=0.15, seed=3)
+    finder = StragglerFinder(PHASES, [8, 8])
+    noisy = blocks([8, 8], 400, noise=0.15, seed=3)
     assert not any(found_after(finder, noisy))
     found = found_after(finder, blocks([8, 8], 60, noise=0.15, slow=1, seed=4))
     assert found[-1] is not None
@@ -129,7 +165,17 @@ def test_a_rank_that_waits_is_named_soon_where_computing_is_noisy(phase: str) ->
     for seed in range(5):
         finder = StragglerFinder(PHASES, [8, 8])
         assert not any(found_after(finder, blocks([8, 8], 60, noise=0.1, seed=seed)))
-        times = blocks([8, 8], 5, noise=0.1, slow=seed % 2, phase=phase, factor=1.3, waits=True, hiccup=0, seed=seed)
+        times = blocks(
+            [8, 8],
+            5,
+            noise=0.1,
+            slow=seed % 2,
+            phase=phase,
+            factor=1.3,
+            waits=True,
+            hiccup=0,
+            seed=seed,
+        )
         found = found_after(finder, times)
         assert found[-1] is not None
         assert (found[-1].rank, found[-1].phase) == (seed % 2, phase)
@@ -139,9 +185,11 @@ def test_of_a_rank_that_is_slow_in_all_phases_the_longest_is_named() -> None:
     for seed in range(5):
         finder = StragglerFinder(PHASES, [8, 8])
         assert not any(found_after(finder, blocks([8, 8], 30, hiccup=0, noise=0.01, seed=seed)))
-        slowed = torch.tensor([1.2, 1.4, 1.15, 1.2] * 2)  # forward loses 13 % of a step, backward 9 %
+        # forward loses 13 % of a step, backward 9 %
+        slowed = torch.tensor([1.2, 1.4, 1.15, 1.2] * 2)
         times = [
-            block * torch.stack([slowed, torch.ones(8)]) for block in blocks([8, 8], 5, hiccup=0, noise=0.01, seed=seed)
+            block * torch.stack([slowed, torch.ones(8)])
+            for block in blocks([8, 8], 5, hiccup=0, noise=0.01, seed=seed)
         ]
         found = found_after(finder, times)[-1]
         assert found is not None

@@ -28,9 +28,15 @@ SECONDS = 90
 
 
 NODE = NodeInfo(
-    node_rank=1, min_nodes=2, max_nodes=2, head=("127.0.0.1", 9), timeout=9, address="127.0.0.1",
-    versions={"nnodes": "2"}, config={RDZV_ID: "none", SECRET: "shared"},
-)  # fmt: skip
+    node_rank=1,
+    min_nodes=2,
+    max_nodes=2,
+    head=("127.0.0.1", 9),
+    timeout=9,
+    address="127.0.0.1",
+    versions={"nnodes": "2"},
+    config={RDZV_ID: "none", SECRET: "shared"},
+)
 """A node of a job without a config, with the secret "shared"."""
 
 
@@ -45,10 +51,22 @@ class Node:
     """The command on one node."""
 
     def __init__(
-        self, port: int, rank: int, *options: str, nnodes: str = "2", timeout: float = 20, secret: str = "",
+        self,
+        port: int,
+        rank: int,
+        *options: str,
+        nnodes: str = "2",
+        timeout: float = 20,
+        secret: str = "",
         program: tuple[str, str] = ("-m", "ddp_trainer"),
-    ) -> None:  # fmt: skip
-        words = ["head=127.0.0.1", f"port={port}", f"nnodes={nnodes}", f"node_rank={rank}", f"timeout={timeout}"]
+    ) -> None:
+        words = [
+            "head=127.0.0.1",
+            f"port={port}",
+            f"nnodes={nnodes}",
+            f"node_rank={rank}",
+            f"timeout={timeout}",
+        ]
         command = [sys.executable, *program, "node-check", *words, *options]
         self.process = start_command(command, DDP_TRAINER_JOB_SECRET=secret)
 
@@ -89,7 +107,9 @@ def test_nodes_start_together_without_torch_and_the_port_is_free_again(
     monkeypatch.setenv("PYTHONPATH", without_torch["PYTHONPATH"])
     ended = end_all(*(Node(port, rank, nnodes="3") for rank in range(3)))
     for rank, node in enumerate(ended):
-        assert node == Finished(0, f"node {rank} of 3: 127.0.0.1 on lo, head 127.0.0.1:{port}\n127.0.0.1\n")
+        assert node == Finished(
+            0, f"node {rank} of 3: 127.0.0.1 on lo, head 127.0.0.1:{port}\n127.0.0.1\n"
+        )
     TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # as torchrun does next
 
 
@@ -102,7 +122,9 @@ def test_a_missing_node_is_named_on_all_nodes(port: int) -> None:
 
 
 def test_an_elastic_job_starts_with_its_minimum(port: int) -> None:
-    assert [node.code for node in end_all(*(Node(port, rank, nnodes="2:4") for rank in (0, 3)))] == [0, 0]
+    assert [
+        node.code for node in end_all(*(Node(port, rank, nnodes="2:4") for rank in (0, 3)))
+    ] == [0, 0]
 
 
 def test_a_node_that_was_killed_while_it_waited_may_come_again(port: int) -> None:
@@ -121,20 +143,28 @@ def test_a_head_that_was_killed_or_is_not_there_is_noticed(port: int) -> None:
     head.process.kill()
     _, ended = end_all(head, node)
     assert ended.code == 1
-    nothing = f"nothing listened at 127.0.0.1:{port} for 3 s (a loopback address: each host reaches only itself)"
+    nothing = (
+        f"nothing listened at 127.0.0.1:{port} for 3 s (a loopback address: each host reaches only"
+        " itself)"
+    )
     assert f"error: node 1 (127.0.0.1): {nothing}" in ended.output
 
 
 def test_a_rank_that_two_nodes_have_is_named(port: int) -> None:
     ended = end_all(*(Node(port, rank, nnodes="4") for rank in (0, 1, 2, 2)))
     assert [node.code for node in ended] == [2] * 4
-    assert "error: node rank 2 was given twice: give each node a different rank, from 0" in ended[0].output
-    assert all("stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:])
+    assert (
+        "error: node rank 2 was given twice: give each node a different rank, from 0"
+        in ended[0].output
+    )
+    assert all(
+        "stopped by the head: node rank 2 was given twice" in node.output for node in ended[1:]
+    )
 
 
 QUICK = """
 from ddp_trainer.distributed.environment import end_with_launcher
-end_with_launcher({"TORCHELASTIC_RUN_ID": ""})  # a node that is stopped would outlive tests that are killed
+end_with_launcher({"TORCHELASTIC_RUN_ID": ""})  # or a stopped node outlives killed tests
 from ddp_trainer import __main__
 from ddp_trainer.performance import fitness
 fitness.SECONDS = 1.0
@@ -144,12 +174,15 @@ __main__.main()
 
 @pytest.mark.fault("a node that is slower than the others")
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tmp_path: Path) -> None:
+def test_a_slow_node_is_named_on_all_nodes_and_excluded(
+    slow: int, port: int, tmp_path: Path
+) -> None:
     [job] = write_jobs(tmp_path, "check.fitness=true")
     nodes = [Node(port, rank, job, timeout=60, program=("-c", QUICK)) for rank in (0, 1)]
     process = nodes[slow].process
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("node ")  # it has imported torch, and begins to measure
+    # it has imported torch, and begins to measure
+    assert process.stdout.readline().startswith("node ")
     while process.poll() is None:
         for stop, seconds in ((signal.SIGSTOP, 0.25), (signal.SIGCONT, 0.05)):
             process.send_signal(stop)
@@ -157,7 +190,8 @@ def test_a_slow_node_is_named_on_all_nodes_and_excluded(slow: int, port: int, tm
     ended = end_all(*nodes)
     assert [node.code for node in ended] == [1, 1]
     named = (
-        rf"error: (node 1: stopped by the head: )?node {slow} reaches \d+ % of the median of the other nodes in its "
+        rf"error: (node 1: stopped by the head: )?node {slow} reaches \d+ % of the median of the"
+        r" other nodes in its "
     )
     assert all(re.search(named, node.output) for node in ended)
     assert "stopped by the head" not in ended[slow].output
@@ -169,7 +203,9 @@ def test_slow_nodes_are_those_far_below_the_median_of_the_others() -> None:
     speeds = {rank: {"matrix product": 100.0 + rank, "memory bandwidth": 10.0} for rank in range(4)}
     assert find_slow(speeds) == {}
     slow = find_slow(speeds | {2: {"matrix product": 101.0, "memory bandwidth": 8.0}})
-    assert slow == {2: "node 2 reaches 80 % of the median of the other nodes in its memory bandwidth"}
+    assert slow == {
+        2: "node 2 reaches 80 % of the median of the other nodes in its memory bandwidth"
+    }
     slow = find_slow({0: {"x": 8.0}, 1: {"x": 10.0}})
     assert slow == {0: "node 0 reaches 80 % of the median of the other nodes in its x"}
     assert find_slow({0: {}, 1: {}}) == find_slow({0: {"x": 1.0}}) == {}
@@ -179,13 +215,17 @@ def test_the_store_of_a_running_elastic_job_is_joined_only_by_its_nodes() -> Non
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("torch.rendezvous.mine", "state")
     nodes = ("mine", "1:2", 0), ("mine", "1:2", 1), ("yours", "1:2", 1), ("mine", "2", 1)
-    ended = end_all(*(Node(store.port, rank, f"rdzv_id={job}", nnodes=n, timeout=3) for job, n, rank in nodes))
+    ended = end_all(
+        *(Node(store.port, rank, f"rdzv_id={job}", nnodes=n, timeout=3) for job, n, rank in nodes)
+    )
     assert [node.code for node in ended] == [1, 0, 1, 1]
     taken = f"port {store.port} is taken on the head 127.0.0.1 by another program or job"
     assert [taken in node.output for node in ended] == [True, False, True, True]
 
 
-DIFFERENT = "node 1 (127.0.0.1): other settings than on the head (optimizer.lr): use the same on all nodes"
+DIFFERENT = (
+    "node 1 (127.0.0.1): other settings than on the head (optimizer.lr): use the same on all nodes"
+)
 
 
 def test_with_a_secret_all_nodes_learn_at_once_which_keys_differ(port: int, tmp_path: Path) -> None:
@@ -197,26 +237,37 @@ def test_with_a_secret_all_nodes_learn_at_once_which_keys_differ(port: int, tmp_
     assert "0.125" not in head.output + node.output
 
 
-def test_without_a_secret_only_the_node_itself_learns_which_keys_differ(port: int, tmp_path: Path) -> None:
+def test_without_a_secret_only_the_node_itself_learns_which_keys_differ(
+    port: int, tmp_path: Path
+) -> None:
     """To the head, a node without the key looks like any other program."""
     jobs = [*write_jobs(tmp_path, "optimizer.lr=0.125", "optimizer.lr=0.375"), "rdzv_id=none"]
     head, node, other = end_all(
-        *(Node(port, rank, job, nnodes="3", timeout=8, secret="x" * (rank == 2)) for rank, job in enumerate(jobs))
+        *(
+            Node(port, rank, job, nnodes="3", timeout=8, secret="x" * (rank == 2))
+            for rank, job in enumerate(jobs)
+        )
     )
     assert (head.code, node.code, other.code) == (1, 2, 2)
     assert f"error: {DIFFERENT}" in node.output
     assert f"error: node 2 (127.0.0.1): other settings than on the head ({SECRET})" in other.output
-    assert "; 127.0.0.1 came as node 1 with other settings, or is not part of this job" in head.output
+    assert (
+        "; 127.0.0.1 came as node 1 with other settings, or is not part of this job" in head.output
+    )
 
 
 def test_a_setting_that_only_the_head_has_is_named() -> None:
     head = replace(NODE, config=NODE.config | {"logger.csv.name": "csv"})
-    with pytest.raises(ConfigError, match=r"other settings than on the head \(logger.csv.name\): use the same"):
+    with pytest.raises(
+        ConfigError, match=r"other settings than on the head \(logger.csv.name\): use the same"
+    ):
         NODE.check_settings(head.settings("salt"))
 
 
 def test_another_number_of_nodes_is_named() -> None:
-    with pytest.raises(ConfigError, match="nnodes is 2 here and 3 on the head: use the same on all nodes"):
+    with pytest.raises(
+        ConfigError, match="nnodes is 2 here and 3 on the head: use the same on all nodes"
+    ):
         NODE.check_settings(replace(NODE, versions={"nnodes": "3"}).settings("salt"))
 
 
@@ -229,11 +280,16 @@ def test_another_number_of_nodes_is_named() -> None:
         ("timeout=0", "timeout=0.0 must be greater than 0, and less than a day\n"),
         ("port=x", "port"),
         ("seed=1", "seed=1 is not an option of node-check: --help lists them\n"),
-        ("head=a..b", "head 'a..b' does not resolve on this host (unknown name): give its address, or a name"),
+        (
+            "head=a..b",
+            "head 'a..b' does not resolve on this host (unknown name): give its address, or a name",
+        ),
         ("job_file=/none", "job_file=/none cannot be read (No such file or directory)"),
     ],
 )
-def test_a_mistake_in_the_options_is_one_error(option: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_options_is_one_error(
+    option: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         node_check.main(["head=127.0.0.1", "port=9", "nnodes=2", "node_rank=1", option])
     output = capsys.readouterr().err
@@ -272,7 +328,9 @@ def test_another_program_at_the_port_is_named_in_time() -> None:
     programs: list[Callable[[socket.socket], object]] = [
         lambda connection: connection.sendall(b"SSH-2.0-\x1b[31mhere\r\n"),
         lambda connection: connection.recv(1),  # nothing comes: a node does not speak first
-        lambda connection: connection.sendall(VALID.encode(b"other key").replace(b"called", b"\x1b[31m")),
+        lambda connection: connection.sendall(
+            VALID.encode(b"other key").replace(b"called", b"\x1b[31m")
+        ),
         send_garbage,
     ]
     with ExitStack() as stack:
@@ -289,24 +347,52 @@ def test_another_program_at_the_port_is_named_in_time() -> None:
 
 # --- messages that no node of the job has sent ----------------------------------------------------
 
-VALID = Message(rank=1, address="10.0.0.9", port=9, nonce="n", time=1.0, settings={"a": "b"}, error="2 called off")
+VALID = Message(
+    rank=1,
+    address="10.0.0.9",
+    port=9,
+    nonce="n",
+    time=1.0,
+    settings={"a": "b"},
+    error="2 called off",
+)
 INVALID = {
     "nothing": b"",
     "no JSON": b"\xff\x00{\n",
     "no message": b"[1]\n",
     "nested": b"[" * 50_000 + b"\n",
     "a field missing": b'{"rank": 1}\n',
-    "too long": json.dumps(asdict(VALID) | {"settings": {str(n): "1" for n in range(MAX_BYTES // 8)}}).encode() + b"\n",
+    "too long": (
+        json.dumps(
+            asdict(VALID) | {"settings": {str(n): "1" for n in range(MAX_BYTES // 8)}}
+        ).encode()
+        + b"\n"
+    ),
     **{
         f"{key} {str(value)[:20]!r}": json.dumps(asdict(VALID) | {key: value}).encode() + b"\n"
         for key, value in [
-            ("nonce", "\x1b[2J"), ("nonce", 7), ("settings", []), ("settings", {"a": 1}), ("settings", {"a": {}}),
-            ("settings", {"\n": ""}), ("address", "a" * 501), ("address", "host"), ("address", "::1%\u202e"),
-            ("port", -1), ("port", 2**16), ("port", True), ("port", 1.5), ("time", float("nan")),
-            ("time", float("inf")), ("time", 10**400), ("time", "now"), ("error", None), ("error", "1 \x9b31m"),
+            ("nonce", "\x1b[2J"),
+            ("nonce", 7),
+            ("settings", []),
+            ("settings", {"a": 1}),
+            ("settings", {"a": {}}),
+            ("settings", {"\n": ""}),
+            ("address", "a" * 501),
+            ("address", "host"),
+            ("address", "::1%\u202e"),
+            ("port", -1),
+            ("port", 2**16),
+            ("port", True),
+            ("port", 1.5),
+            ("time", float("nan")),
+            ("time", float("inf")),
+            ("time", 10**400),
+            ("time", "now"),
+            ("error", None),
+            ("error", "1 \x9b31m"),
         ]
     },
-}  # fmt: skip
+}
 
 
 def read(line: bytes, key: bytes = b"key", nonce: str = "nonce") -> tuple[Message, bool]:
@@ -328,7 +414,11 @@ def test_an_invalid_message_counts_as_none(body: bytes) -> None:
 def test_a_message_counts_only_with_its_key_and_as_an_answer_to_its_nonce() -> None:
     line = VALID.encode(b"key", "nonce")
     assert read(line) == (VALID, True)
-    for other in (read(line, key=b"other"), read(line, nonce="other"), read(line.replace(b"10.0.0.9", b"10.0.0.8"))):
+    for other in (
+        read(line, key=b"other"),
+        read(line, nonce="other"),
+        read(line.replace(b"10.0.0.9", b"10.0.0.8")),
+    ):
         assert not other[1]
 
 
@@ -337,12 +427,15 @@ def is_plain(text: str) -> bool:
 
 
 def test_recorded_messages_of_a_head_do_not_start_a_node(port: int) -> None:
-    """Messages of the head of an earlier start have a valid signature, and are ignored all the same."""
+    """Messages of the head of an earlier start have a valid signature, and are ignored all the
+    same.
+    """
     recorded = []
 
     def replay(connection: socket.socket) -> None:
         with socket.create_connection(("127.0.0.1", port)) as head:
-            connection.sendall(head.makefile("rb").readline())  # its challenge, which the node believes
+            # its challenge, which the node believes
+            connection.sendall(head.makefile("rb").readline())
         recorded.append(connection.makefile("rb").readline())
         connection.sendall(replace(VALID, error="").encode(NODE.key(), "an earlier nonce"))
 
@@ -351,7 +444,10 @@ def test_recorded_messages_of_a_head_do_not_start_a_node(port: int) -> None:
     with server(replay) as replay_port:
         node = Node(replay_port, 1, timeout=1, secret="shared").end()
     assert (len(recorded) > 0, node.code, head.end().code) == (True, 1, 1)
-    assert "error: node 1 (127.0.0.1): node 0, the head at 127.0.0.1, has ended or does not answer" in node.output
+    assert (
+        "error: node 1 (127.0.0.1): node 0, the head at 127.0.0.1, has ended or does not answer"
+        in node.output
+    )
 
 
 def test_a_stranger_takes_no_nodes_place_and_reads_no_config(port: int, tmp_path: Path) -> None:
@@ -370,17 +466,27 @@ def test_a_stranger_takes_no_nodes_place_and_reads_no_config(port: int, tmp_path
 
 
 def test_strangers_do_not_keep_the_nodes_from_starting(port: int) -> None:
-    """One holds 400 connections open, others send garbage, forged reports, and reports of an earlier start."""
+    """One holds 400 connections open, others send garbage, forged reports, and reports of an
+    earlier start.
+    """
     head = Node(port, 0, timeout=60, secret="shared")
     idle = [connect(port) for _ in range(400)]
     closed = threading.Event()
 
     def disturb(line: bytes) -> None:
         while not closed.wait(0.01):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            with (
+                suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
+            ):
                 connection.sendall(line)
 
-    lines = [VALID.encode(b"other"), VALID.encode(NODE.key(), "earlier"), os.urandom(2**18), b"GET / HTTP/1.0\r\n\r\n"]
+    lines = [
+        VALID.encode(b"other"),
+        VALID.encode(NODE.key(), "earlier"),
+        os.urandom(2**18),
+        b"GET / HTTP/1.0\r\n\r\n",
+    ]
     threads = [threading.Thread(target=disturb, args=(line,)) for line in lines]
     for thread in threads:
         thread.start()

@@ -21,7 +21,9 @@ def begin(run_dir: Path, step: int = 0) -> CsvLogger:
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.csv without ``time``, after checking that each has all columns and no others."""
+    """Return the rows of metrics.csv without ``time``, after checking that each has all columns and
+    no others.
+    """
     with open(run_dir / "metrics.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file, strict=True))
     assert not [row for row in rows if None in row or None in row.values()]
@@ -59,7 +61,12 @@ def test_a_resume_drops_rows_past_its_step(tmp_path: Path) -> None:
         logger.scalars({"epoch": 0, "a": step}, step)
     logger = begin(tmp_path, 2)
     logger.scalars({"epoch": 0, "a": 30}, 3)
-    assert [(row["step"], row["a"]) for row in read(tmp_path)] == [("1", "1"), ("2", "2"), ("2", "2"), ("3", "30")]
+    assert [(row["step"], row["a"]) for row in read(tmp_path)] == [
+        ("1", "1"),
+        ("2", "2"),
+        ("2", "2"),
+        ("3", "30"),
+    ]
 
 
 TAGS = {"epoch": 0, "loss": 0.123, "digest": 'a "quoted"\ntext'}
@@ -96,7 +103,8 @@ DAMAGE = {
 @pytest.mark.parametrize("when", ["between launches", "in a launch"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_row_damages_no_later_one(damage: str, when: str, tmp_path: Path) -> None:
-    path, logger = tmp_path / "metrics.csv", begin(tmp_path)
+    path = tmp_path / "metrics.csv"
+    logger = begin(tmp_path)
     for step in range(1, 6):
         logger.scalars({"epoch": 0, "loss": 0.123}, step)
     changed = DAMAGE[damage](path.read_bytes())
@@ -106,15 +114,25 @@ def test_a_damaged_row_damages_no_later_one(damage: str, when: str, tmp_path: Pa
     for step in (6, 7):
         logger.scalars({"epoch": 0, "loss": 0.5, "new": 1}, step)
     rows = read(tmp_path)
-    assert [(row["step"], row["loss"], row["new"]) for row in rows[-2:]] == [("6", "0.5", "1"), ("7", "0.5", "1")]
-    if damage not in ("removed", "a quotation mark"):  # that one ends at the next quotation mark, or never
+    assert [(row["step"], row["loss"], row["new"]) for row in rows[-2:]] == [
+        ("6", "0.5", "1"),
+        ("7", "0.5", "1"),
+    ]
+    # that one ends at the next quotation mark, or never
+    if damage not in (
+        "removed",
+        "a quotation mark",
+    ):
         assert len(rows) >= 6
 
 
 @pytest.mark.parametrize(
-    "header", [b"time;step;epoch;loss\n1;1;0;2\n", b"a,b\n1,2\n", b"\x00", b"step,step,time,epoch\n"]
+    "header",
+    [b"time;step;epoch;loss\n1;1;0;2\n", b"a,b\n1,2\n", b"\x00", b"step,step,time,epoch\n"],
 )
-def test_a_file_without_its_header_is_kept_under_another_name(header: bytes, tmp_path: Path) -> None:
+def test_a_file_without_its_header_is_kept_under_another_name(
+    header: bytes, tmp_path: Path
+) -> None:
     (tmp_path / "metrics.csv").write_bytes(header)
     begin(tmp_path, 5).scalars({"epoch": 0, "loss": 0.5}, 6)
     assert read(tmp_path) == [{"step": "6", "epoch": "0", "loss": "0.5"}]
@@ -136,5 +154,9 @@ def test_rows_that_a_full_disk_refused_are_written_later(small_disk: Path) -> No
     ballast.unlink()
     logger.scalars({"epoch": 0}, 5)
     assert [(row["step"], row["a"], row["b"]) for row in read(small_disk)] == [
-        ("1", "1", ""), ("2", "2", ""), ("3", "", "3"), ("4", "4", ""), ("5", "", ""),
-    ]  # fmt: skip
+        ("1", "1", ""),
+        ("2", "2", ""),
+        ("3", "", "3"),
+        ("4", "4", ""),
+        ("5", "", ""),
+    ]

@@ -1,4 +1,6 @@
-"""A run that is interrupted and resumed, read back from the files of csv, wandb and mlflow by other code than ours."""
+"""A run that is interrupted and resumed, read back from the files of csv, wandb and mlflow by other
+code than ours.
+"""
 
 import csv
 import json
@@ -22,10 +24,21 @@ from ddp_trainer import run
 from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.loggers.console import PACKAGE, logging_to
 
-WORDS = ("model=lenet", "data=digits", "epochs=2", "precision=fp32", "log_every_steps=1", "name=run",
-         "logger=[csv,wandb,mlflow,jsonl]", "logger.wandb.mode=offline", "logger.wandb.tags=[one,two]")  # fmt: skip
+WORDS = (
+    "model=lenet",
+    "data=digits",
+    "epochs=2",
+    "precision=fp32",
+    "log_every_steps=1",
+    "name=run",
+    "logger=[csv,wandb,mlflow,jsonl]",
+    "logger.wandb.mode=offline",
+    "logger.wandb.tags=[one,two]",
+)
 BACK_TO = 5
-"""The step of the checkpoint that the second launch resumes from; the first has recorded 7 steps, and there are 10."""
+"""The step of the checkpoint that the second launch resumes from; the first has recorded 7 steps,
+and there are 10.
+"""
 
 
 def train(*words: str) -> list[str]:
@@ -49,8 +62,13 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_values(run_dir: Path, tag: str) -> list[tuple[int, Any]]:
-    """Return (step, value) of both launches: metrics.jsonl drops the steps that are repeated, other clients cannot."""
-    first = [json.loads(line) for line in (run_dir.parent / "first_launch.jsonl").read_text().splitlines()]
+    """Return (step, value) of both launches: metrics.jsonl drops the steps that are repeated, other
+    clients cannot.
+    """
+    first = [
+        json.loads(line)
+        for line in (run_dir.parent / "first_launch.jsonl").read_text().splitlines()
+    ]
     second = [record for record in records(run_dir) if record["time"] > first[-1]["time"]]
     values = [(record["step"], record[tag]) for record in [*first, *second] if tag in record]
     assert len(values) > 2
@@ -88,11 +106,14 @@ def test_a_closed_console_takes_no_line_from_the_log_file(tmp_path: Path) -> Non
 def wandb_records(path: Path) -> Iterator[Any]:
     """Yield the records of a run's transaction log.
 
-    Source: github.com/google/leveldb/blob/main/doc/log_format.md; wandb's files begin with a header of 7 bytes.
+    Source: github.com/google/leveldb/blob/main/doc/log_format.md; wandb's files begin with a header
+    of 7 bytes.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # made when it is imported
 
-    data, position, content = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    position = 7
+    content = b""
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
@@ -106,7 +127,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 def wandb_launches(run_dir: Path) -> list[list[Any]]:
     """Return the records of each launch."""
-    return [list(wandb_records(path)) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))]
+    return [
+        list(wandb_records(path)) for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+    ]
 
 
 def items(updates: Any) -> dict[str, Any]:
@@ -116,7 +139,12 @@ def items(updates: Any) -> dict[str, Any]:
 
 def test_wandb_has_the_values_of_jsonl_over_the_optimizer_step(run_dir: Path) -> None:
     launches = wandb_launches(run_dir)
-    rows = [items(record.history.item) for launch in launches for record in launch if record.HasField("history")]
+    rows = [
+        items(record.history.item)
+        for launch in launches
+        for record in launch
+        if record.HasField("history")
+    ]
     for tag in ("train/loss", "eval/loss", "samples/digest", "epoch"):
         assert [(row["step"], row[tag]) for row in rows if tag in row] == all_values(run_dir, tag)
     metrics = [record.metric for record in launches[0] if record.HasField("metric")]
@@ -136,10 +164,14 @@ def test_wandb_continues_one_run_with_its_config_and_results(run_dir: Path) -> N
     assert config == yaml.safe_load((run_dir / "config.yaml").read_text())
     summary = [items(record.summary.update) for record in launches[1] if record.HasField("summary")]
     assert {"hparam/top1", "hparam/loss"} <= {key for update in summary for key in update}
-    assert sorted(path.name.split("_")[0] for path in run_dir.glob("wandb/*/files/media/images/train/*")) == [
-        "class", "first"
-    ]  # fmt: skip
-    files = {path.name for folder in run_dir.glob("wandb/offline-run-*/files") for path in folder.iterdir()}
+    assert sorted(
+        path.name.split("_")[0] for path in run_dir.glob("wandb/*/files/media/images/train/*")
+    ) == ["class", "first"]
+    files = {
+        path.name
+        for folder in run_dir.glob("wandb/offline-run-*/files")
+        for path in folder.iterdir()
+    }
     assert files == {"media"}, "nothing of the host and of the user's files"
 
 
@@ -160,7 +192,10 @@ def mlflow_run(run_dir: Path) -> tuple[Any, Any]:
 def test_mlflow_has_the_values_of_jsonl(run_dir: Path) -> None:
     client, only = mlflow_run(run_dir)
     for tag in ("train/loss", "eval/loss", "eval/top1"):
-        history = [(metric.step, metric.value) for metric in client.get_metric_history(only.info.run_id, tag)]
+        history = [
+            (metric.step, metric.value)
+            for metric in client.get_metric_history(only.info.run_id, tag)
+        ]
         assert history == all_values(run_dir, tag)
     assert only.data.tags["samples/digest"] == all_values(run_dir, "samples/digest")[-1][1]
     assert only.data.metrics["hparam/top1"] == all_values(run_dir, "eval/top1")[-1][1]
@@ -170,13 +205,17 @@ def test_mlflow_continues_one_run_with_its_config_and_pictures(run_dir: Path) ->
     client, only = mlflow_run(run_dir)
     assert (only.info.run_name, only.info.status) == ("run", "FINISHED")
     config = flatten_keys(yaml.safe_load((run_dir / "config.yaml").read_text()))
-    assert only.data.params == {key: str(value) for key, value in config.items()} | {"max_steps": "7"}
+    assert only.data.params == {key: str(value) for key, value in config.items()} | {
+        "max_steps": "7"
+    }
     assert only.data.tags["max_steps"] == "None", "the second launch has changed it"
     assert [file.path for file in client.list_artifacts(only.info.run_id, "train/first_batch")] == [
         "train/first_batch/step-00000000.png"
     ]
     assert len(client.list_artifacts(only.info.run_id, "config")) == 2
-    path = Path(only.info.artifact_uri.removeprefix("file://").replace("%20", " ").replace("%C3%BC", "ü"))
+    path = Path(
+        only.info.artifact_uri.removeprefix("file://").replace("%20", " ").replace("%C3%BC", "ü")
+    )
     assert (path / "train/first_batch/step-00000000.png").read_bytes().startswith(b"\x89PNG")
     with sqlite3.connect(run_dir.parent / "mlflow.db") as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -26,7 +26,9 @@ METHODS = ("start", "scalars", "image", "text", "hparams", "close")
 
 def logger_that(act: Callable[..., Any], *, in_background: bool = False) -> Logger:
     """Return a logger whose methods all call `act` with their name and arguments."""
-    methods: dict[str, Any] = {name: (lambda self, *args, name=name: act(name, *args)) for name in METHODS}
+    methods: dict[str, Any] = {
+        name: (lambda self, *args, name=name: act(name, *args)) for name in METHODS
+    }
     return type("Acting", (Logger,), methods | {"in_background": in_background})()
 
 
@@ -41,7 +43,9 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 def test_calls_in_the_background_keep_their_order() -> None:
     calls: list[tuple[Any, ...]] = []
-    with LoggerGroup({"one": logger_that(lambda *call: calls.append(call), in_background=True)}) as group:
+    with LoggerGroup(
+        {"one": logger_that(lambda *call: calls.append(call), in_background=True)}
+    ) as group:
         group.start(0)
         for step in range(1, 100):
             group.scalars({"a": step}, step)
@@ -55,7 +59,9 @@ def test_calls_in_the_background_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("error", [OSError("a\nfull disk"), SystemExit(3), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError("a\nfull disk"), SystemExit(3), GeneratorExit()], ids=repr
+)
 def test_a_failure_of_any_kind_is_one_line(
     error: BaseException, in_background: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -67,7 +73,9 @@ def test_a_failure_of_any_kind_is_one_line(
         for step in range(1, 4):
             group.scalars({"a": 1.0}, step)
     cause = " ".join(f"{type(error).__name__}: {error}".split())
-    assert [record.message for record in caplog.records] == [f"logger=bad failed ({cause}); training continues"]
+    assert [record.message for record in caplog.records] == [
+        f"logger=bad failed ({cause}); training continues"
+    ]
     assert calls == ["start", "scalars", "scalars", "scalars", "close"]
 
 
@@ -82,14 +90,18 @@ def test_records_for_a_client_that_hangs_are_limited(
 ) -> None:
     monkeypatch.setattr(base, "MAX_PENDING_CALLS", 10)
     monkeypatch.setattr(base, "CLOSE_SECONDS", 0.2)
-    answer, calls = threading.Event(), []
+    answer = threading.Event()
+    calls = []
 
     def act(name: str, *args: Any) -> None:
         answer.wait()
         calls.append(name)
 
     began = time.monotonic()
-    with caplog.at_level(logging.WARNING), LoggerGroup({"slow": logger_that(act, in_background=True)}) as group:
+    with (
+        caplog.at_level(logging.WARNING),
+        LoggerGroup({"slow": logger_that(act, in_background=True)}) as group,
+    ):
         group.start(0)
         for step in range(1, 100):
             group.scalars({"a": 1.0}, step)
@@ -103,7 +115,13 @@ def test_records_for_a_client_that_hangs_are_limited(
 def test_without_a_start_nothing_is_called() -> None:
     calls: list[str] = []
     for in_background in (False, True):
-        with LoggerGroup({"one": logger_that(lambda name, *args: calls.append(name), in_background=in_background)}):
+        with LoggerGroup(
+            {
+                "one": logger_that(
+                    lambda name, *args: calls.append(name), in_background=in_background
+                )
+            }
+        ):
             pass
     assert calls == []
 
@@ -129,7 +147,9 @@ def train_with_bad_loggers(folder: str) -> None:
     run(compose(*TINY, loggers, "log_every_steps=1", f"output_dir={folder}", "name=run"))
 
 
-def build_bad(act: Callable[..., Any], in_background: bool, config: LoggerConfig, run_dir: Path) -> Logger:
+def build_bad(
+    act: Callable[..., Any], in_background: bool, config: LoggerConfig, run_dir: Path
+) -> Logger:
     return logger_that(act, in_background=in_background)
 
 
@@ -149,9 +169,12 @@ def test_clients_that_exit_or_hang_end_no_training(tmp_path: Path) -> None:
 
 def test_all_ranks_refuse_a_logger_whose_package_is_missing(tmp_path: Path) -> None:
     packages = ["wandb", "mlflow"]
-    commands = [(*TINY, f"logger=[jsonl,{package}]", f"output_dir={tmp_path}") for package in packages]
+    commands = [
+        (*TINY, f"logger=[jsonl,{package}]", f"output_dir={tmp_path}") for package in packages
+    ]
     assert refused(2, *commands, without=packages) == [
-        f"logger={package} needs {package}: pip install 'ddp_trainer[{package}]'" for package in packages
+        f"logger={package} needs {package}: pip install 'ddp_trainer[{package}]'"
+        for package in packages
     ]
 
 
@@ -159,7 +182,10 @@ def test_all_ranks_refuse_a_logger_whose_package_is_missing(tmp_path: Path) -> N
     ("file", "message"),
     [
         ("wandb/offline-run-1/run.wandb", "needs wandb"),
-        ("wandb/__init__.py", "needs wandb, which cannot be imported (NameError: name 'oops' is not defined)"),
+        (
+            "wandb/__init__.py",
+            "needs wandb, which cannot be imported (NameError: name 'oops' is not defined)",
+        ),
     ],
 )
 def test_a_folder_in_place_of_a_package_is_one_error(

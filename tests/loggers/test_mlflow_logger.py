@@ -22,7 +22,11 @@ from ddp_trainer.loggers.mlflow_run import MlflowLogger, name_for
 @example("é/ß:1 - _.x")
 def test_every_tag_becomes_a_name_that_mlflow_accepts(tag: str) -> None:
     from mlflow.exceptions import MlflowException
-    from mlflow.utils.validation import _validate_metric_name, _validate_param_name, _validate_tag_name
+    from mlflow.utils.validation import (
+        _validate_metric_name,
+        _validate_param_name,
+        _validate_tag_name,
+    )
 
     name = name_for(tag)
     for validate in (_validate_metric_name, _validate_param_name, _validate_tag_name):
@@ -32,13 +36,18 @@ def test_every_tag_becomes_a_name_that_mlflow_accepts(tag: str) -> None:
         _validate_metric_name(tag)
     except MlflowException:
         return
-    is_good = len(tag) <= 250 and not tag.endswith("\n")  # whose check ends in $, which passes over such a newline
+    # whose check ends in $, which passes over such a newline
+    is_good = len(tag) <= 250 and not tag.endswith("\n")
     assert name == tag or not is_good, "a name that is good stays as it is"
 
 
-def record(folder: str, *, uri: str | None = None, **config: object) -> tuple[str, str, dict[str, str]]:
+def record(
+    folder: str, *, uri: str | None = None, **config: object
+) -> tuple[str, str, dict[str, str]]:
     """Record one launch in `folder`. Return the run's status, its id and its tags."""
-    Path(folder, "config.yaml").write_text(yaml.safe_dump({"seed": 1, "name": "x" * 9000, "lists": [1], **config}))
+    Path(folder, "config.yaml").write_text(
+        yaml.safe_dump({"seed": 1, "name": "x" * 9000, "lists": [1], **config})
+    )
     logger = MlflowLogger(MlflowConfig(tracking_uri=uri), Path(folder))
     logger.start(0)
     logger.scalars({"epoch": 0, "a@b": 1.5, "nan": float("nan"), "text": "t" * 9000}, 1)
@@ -51,7 +60,9 @@ def record(folder: str, *, uri: str | None = None, **config: object) -> tuple[st
 
 
 def record_in_many_ways(folder: str) -> None:
-    """Record in the local database, with another config, after the run was deleted, and where the variable says."""
+    """Record in the local database, with another config, after the run was deleted, and where the
+    variable says.
+    """
     from mlflow import MlflowClient
 
     rank = read_environment().rank
@@ -71,7 +82,10 @@ def record_in_many_ways(folder: str) -> None:
     MlflowLogger(MlflowConfig(), run_dir).connect().delete_run(other)
     assert record(str(run_dir))[1] != other
 
-    with sqlite3.connect(f"{folder}/mlflow.db") as local, sqlite3.connect(f"{folder}/{rank}.db") as copy:
+    with (
+        sqlite3.connect(f"{folder}/mlflow.db") as local,
+        sqlite3.connect(f"{folder}/{rank}.db") as copy,
+    ):
         local.backup(copy)  # a new database takes seconds
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/{rank}.db"
     os.chdir(folder)  # MLflow puts artifacts there

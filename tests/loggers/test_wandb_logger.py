@@ -1,4 +1,6 @@
-"""``logger=wandb``: without a login, after its service process is killed, and beside another run of wandb."""
+"""``logger=wandb``: without a login, after its service process is killed, and beside another run of
+wandb.
+"""
 
 import json
 import logging
@@ -31,8 +33,16 @@ def begin(folder: str, mode: WandbMode = WandbMode.offline) -> WandbLogger:
 
 def services() -> list[int]:
     """Return the processes that wandb has started in this one and that have not ended."""
-    pids = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
-    return [pid for pid in pids if "wandb-core" in Path(f"/proc/{pid}/comm").read_text() and is_running(pid)]
+    pids = [
+        int(pid)
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    ]
+    return [
+        pid
+        for pid in pids
+        if "wandb-core" in Path(f"/proc/{pid}/comm").read_text() and is_running(pid)
+    ]
 
 
 def is_running(pid: int) -> bool:
@@ -40,11 +50,15 @@ def is_running(pid: int) -> bool:
 
 
 def begin_in_a_terminal(folder: str) -> tuple[str, list[str]]:
-    """Begin and close in a terminal, where wandb would ask for a login. Return the output and the warnings."""
+    """Begin and close in a terminal, where wandb would ask for a login. Return the output and the
+    warnings.
+    """
     ours, theirs = pty.openpty()
     for descriptor in (0, 1, 2):
         os.dup2(theirs, descriptor)
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.stdin = os.fdopen(0)
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w")
     os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc", "WANDB_API_KEY": "", "TERM": "xterm"}
     warnings: list[str] = []
     logging.getLogger("ddp_trainer").addHandler(handler := logging.Handler())
@@ -59,15 +73,21 @@ def begin_in_a_terminal(folder: str) -> tuple[str, list[str]]:
 def test_without_a_login_it_asks_nothing_and_records_offline(tmp_path: Path) -> None:
     [(output, [warning])] = on_ranks(1, begin_in_a_terminal, str(tmp_path))
     assert output == "end\r\n"
-    assert re.fullmatch(r"logger=wandb records offline \(.*No API key.*\); upload with: wandb sync .*", warning)
+    assert re.fullmatch(
+        r"logger=wandb records offline \(.*No API key.*\); upload with: wandb sync .*", warning
+    )
     [records] = wandb_launches(tmp_path)
     assert sum(record.HasField("history") for record in records) == 1
 
 
 def kill_services(folder: str) -> tuple[int, list[str]]:
-    """Record while the service process is killed again and again; return the failures, and what stays at the end."""
+    """Record while the service process is killed again and again; return the failures, and what
+    stays at the end.
+    """
     wandb_run.MAX_BEGINS = MAX_BEGINS
-    logger, failures, step = begin(folder), [], 0
+    logger = begin(folder)
+    failures = []
+    step = 0
     while len(failures) < MAX_BEGINS + 1:
         step += 1
         try:
@@ -87,7 +107,10 @@ def test_a_killed_service_is_started_again_a_few_times(tmp_path: Path) -> None:
     assert num_left == 0
     assert failures[-1] == f"its run could not be recorded in {MAX_BEGINS} attempts"
     assert {
-        record.run.run_id for launch in wandb_launches(tmp_path) for record in launch if record.HasField("run")
+        record.run.run_id
+        for launch in wandb_launches(tmp_path)
+        for record in launch
+        if record.HasField("run")
     } <= {(tmp_path / "wandb/run_id").read_text().strip()}
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == MAX_BEGINS
 
@@ -96,7 +119,9 @@ def record_beside_another(folder: str) -> None:
     """Record while the program of a user has a run of wandb."""
     import wandb
 
-    theirs = wandb.init(mode="offline", dir=folder, project="theirs", settings=wandb.Settings(silent=True))
+    theirs = wandb.init(
+        mode="offline", dir=folder, project="theirs", settings=wandb.Settings(silent=True)
+    )
     theirs.log({"b": 1})
     (Path(folder) / "run").mkdir()
     logger = begin(f"{folder}/run")

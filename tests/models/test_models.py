@@ -28,7 +28,9 @@ def output_shapes(model: nn.Module, images: Tensor) -> list[tuple[int, ...]]:
     """Return the shape of one image after each child of `model` that a forward pass calls."""
     shapes: list[tuple[int, ...]] = []
     for child in model.children():
-        child.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape[1:])))
+        child.register_forward_hook(
+            lambda module, inputs, output: shapes.append(tuple(output.shape[1:]))
+        )
     model(images)
     return shapes
 
@@ -37,10 +39,17 @@ def test_lenet_has_the_layers_of_d2l() -> None:
     shapes = output_shapes(lenet(), torch.zeros(2, *FASHION))
     assert count_parameters(lenet()) == 129_068
     assert shapes == [
-        (20, 26, 26), (20, 26, 26), (20, 13, 13),
-        (50, 9, 9), (50, 9, 9), (50, 4, 4),
-        (800,), (128,), (128,), (10,),
-    ]  # fmt: skip
+        (20, 26, 26),
+        (20, 26, 26),
+        (20, 13, 13),
+        (50, 9, 9),
+        (50, 9, 9),
+        (50, 4, 4),
+        (800,),
+        (128,),
+        (128,),
+        (10,),
+    ]
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 13, 13), (3, 14, 14), (4, 28, 20), (3, 32, 32)])
@@ -74,15 +83,20 @@ def test_the_default_init_is_pytorchs() -> None:
 
 @pytest.mark.parametrize("side", [8, 28, 32])
 def test_resnets_small_stem_keeps_the_resolution(side: int) -> None:
-    shapes = output_shapes(resnet(Stem.small, (3, side, side)).eval(), torch.zeros(1, 3, side, side))
+    shapes = output_shapes(
+        resnet(Stem.small, (3, side, side)).eval(), torch.zeros(1, 3, side, side)
+    )
     assert shapes[:4] == [(64, side, side)] * 4  # convolution, norm, ReLU, no pool
     assert shapes[4] == (64, side, side)
     assert [shape[1] for shape in shapes[5:8]] == [-(-side // 2), -(-side // 4), -(-side // 8)]
 
 
 def test_resnet_with_the_imagenet_stem_is_torchvisions() -> None:
-    ours, theirs = resnet(Stem.imagenet, (3, 64, 64), num_classes=7), resnet18(num_classes=7)
-    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    ours = resnet(Stem.imagenet, (3, 64, 64), num_classes=7)
+    theirs = resnet18(num_classes=7)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {
+        k: v.shape for k, v in theirs.state_dict().items()
+    }
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(ours.eval()(images), theirs.eval()(images))
@@ -94,11 +108,15 @@ def test_by_default_the_stem_is_chosen_by_the_size_of_the_images() -> None:
         assert model.get_parameter("conv1.weight").shape[-1] == expected
 
 
-@pytest.mark.parametrize(("stem", "channels", "kernel"), [(Stem.small, 1, 9), (Stem.imagenet, 4, 49)])
+@pytest.mark.parametrize(
+    ("stem", "channels", "kernel"), [(Stem.small, 1, 9), (Stem.imagenet, 4, 49)]
+)
 def test_resnet_takes_any_number_of_channels(stem: Stem, channels: int, kernel: int) -> None:
     model = resnet(stem, (channels, 32, 32)).eval()
     assert model(torch.zeros(2, channels, 32, 32)).shape == (2, 10)
-    assert count_parameters(model) == count_parameters(resnet18(num_classes=10)) - 64 * (3 * 49 - channels * kernel)
+    assert count_parameters(model) == count_parameters(resnet18(num_classes=10)) - 64 * (
+        3 * 49 - channels * kernel
+    )
 
 
 def test_a_new_first_convolution_is_drawn_as_torchvision_draws_the_others() -> None:

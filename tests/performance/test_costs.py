@@ -1,4 +1,6 @@
-"""The bytes of strategies and the model of a step's time against formulas; its buckets against those of DDP."""
+"""The bytes of strategies and the model of a step's time against formulas; its buckets against
+those of DDP.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -57,15 +59,21 @@ class PluginConfig(SyncConfig):
 @pytest.mark.parametrize(
     ("config", "ranks", "expected"),
     [
-        *((config, ranks, 2 * (ranks - 1) / ranks * BYTES) for ranks in (1, 2, 4096)
-          for config in (DDPConfig(), AllReduceConfig(), RingConfig(), ParameterServerConfig())),
+        *(
+            (config, ranks, 2 * (ranks - 1) / ranks * BYTES)
+            for ranks in (1, 2, 4096)
+            for config in (DDPConfig(), AllReduceConfig(), RingConfig(), ParameterServerConfig())
+        ),
         (DDPConfig(comm_hook=CommHook.bf16), 4, 0.75 * BYTES),
-        (LocalSGDConfig(every_steps=8), 2, BYTES * 3 / 8),  # parameters and two state tensors at every interval
+        # parameters and two state tensors at every interval
+        (LocalSGDConfig(every_steps=8), 2, BYTES * 3 / 8),
         (NoSyncConfig(), 1, 0),
         (PluginConfig(), 2, None),
     ],
-)  # fmt: skip
-def test_the_bytes_that_a_strategy_sends(config: SyncConfig, ranks: int, expected: float | None) -> None:
+)
+def test_the_bytes_that_a_strategy_sends(
+    config: SyncConfig, ranks: int, expected: float | None
+) -> None:
     shapes: list[Shape] = [(64, 32, 3, 3), (64,), (10, 64)]
     sent = sent_bytes(config, shapes, world_size=ranks, num_state_tensors=2)
     assert sent == (None if expected is None else pytest.approx(expected))
@@ -84,7 +92,9 @@ def test_the_bytes_that_a_strategy_sends(config: SyncConfig, ranks: int, expecte
 def test_powersgd_sends_factors_where_they_are_at_most_half_of_the_gradient(
     shape: Shape, rank: int, elements: int
 ) -> None:
-    assert ddp_bytes(DDPConfig(comm_hook=CommHook.powersgd, powersgd_rank=rank), shape) == 4 * elements
+    assert (
+        ddp_bytes(DDPConfig(comm_hook=CommHook.powersgd, powersgd_rank=rank), shape) == 4 * elements
+    )
 
 
 def with_share(batch: int) -> Compute:
@@ -93,11 +103,15 @@ def with_share(batch: int) -> Compute:
 
 
 @pytest.mark.parametrize("strategy", VARIANTS)
-def test_a_single_rank_has_no_communication_and_more_ranks_are_less_efficient(strategy: str) -> None:
+def test_a_single_rank_has_no_communication_and_more_ranks_are_less_efficient(
+    strategy: str,
+) -> None:
     alone, few, many = (predict(strategy, COMPUTE, NETWORK, ranks) for ranks in (1, 2, 4096))
     assert (alone["step"], alone["exposed"], alone["efficiency"]) == (1.0, 0.0, 1.0)
     assert 1 > few["efficiency"] > many["efficiency"]
-    efficiencies = [predict(strategy, with_share(batch), NETWORK, 64)["efficiency"] for batch in (50, 100, 400)]
+    efficiencies = [
+        predict(strategy, with_share(batch), NETWORK, 64)["efficiency"] for batch in (50, 100, 400)
+    ]
     assert efficiencies == sorted(efficiencies)  # a larger batch per rank scales better
 
 
@@ -122,7 +136,9 @@ def test_strategies_without_overlap_take_as_long_as_their_messages(ranks: int) -
         (CommHook.bf16, 2, [(MB, 0.5), (2 * MB, 0.6), (MB / 2, 0.9)]),
     ],
 )
-def test_buckets_hold_what_is_ready_first(hook: CommHook, cap_mb: int, expected: list[tuple[float, float]]) -> None:
+def test_buckets_hold_what_is_ready_first(
+    hook: CommHook, cap_mb: int, expected: list[tuple[float, float]]
+) -> None:
     assert buckets(DDPConfig(comm_hook=hook, bucket_cap_mb=cap_mb), COMPUTE) == expected
 
 
@@ -137,13 +153,19 @@ def _sizes_of_ddps_buckets(cap_mb: int, hook: CommHook) -> tuple[list[int], list
             replica(torch.ones(1, 512)).sum().backward()
         sizes = replica._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         del replica
-    return [int(size) for size in sizes.split(",")], [tuple(parameter.shape) for parameter in model.parameters()]
+    return [int(size) for size in sizes.split(",")], [
+        tuple(parameter.shape) for parameter in model.parameters()
+    ]
 
 
-@pytest.mark.parametrize(("cap_mb", "hook"), [(2, CommHook.none), (3, CommHook.none), (2, CommHook.powersgd)])
+@pytest.mark.parametrize(
+    ("cap_mb", "hook"), [(2, CommHook.none), (3, CommHook.none), (2, CommHook.powersgd)]
+)
 def test_buckets_are_those_of_ddp(cap_mb: int, hook: CommHook) -> None:
     [(sizes, shapes)] = on_ranks(1, _sizes_of_ddps_buckets, cap_mb, hook)
-    compute = replace(COMPUTE, shapes=shapes, ready=[float(len(shapes) - index) for index in range(len(shapes))])
+    compute = replace(
+        COMPUTE, shapes=shapes, ready=[float(len(shapes) - index) for index in range(len(shapes))]
+    )
     result = buckets(DDPConfig(comm_hook=hook, bucket_cap_mb=cap_mb), compute)
     assert len(result) == len(sizes)
     if hook is CommHook.none:
@@ -151,7 +173,8 @@ def test_buckets_are_those_of_ddp(cap_mb: int, hook: CommHook) -> None:
 
 
 def test_only_ddps_messages_after_backward_are_exposed() -> None:
-    last = NETWORK.all_reduce(3 * MB, 2)  # the bucket of 4 MiB has arrived long before backward ends
+    # the bucket of 4 MiB has arrived long before backward ends
+    last = NETWORK.all_reduce(3 * MB, 2)
     small = replace(COMPUTE, shapes=[(MB // 4,), (MB // 2,), (MB,)])
     assert predict("ddp", small, NETWORK, 2)["exposed"] == pytest.approx(last)
     slow = replace(NETWORK, bandwidth=1e6)
@@ -169,7 +192,8 @@ def test_powersgd_sends_three_messages_of_factors() -> None:
 
 def test_the_smallest_hiding_batch_takes_as_long_as_the_all_reduce() -> None:
     for ranks in (2, 64, 1024):
-        batch, needed = smallest_hiding_batch(COMPUTE, NETWORK, ranks), NETWORK.all_reduce(SIZE, ranks)
+        batch = smallest_hiding_batch(COMPUTE, NETWORK, ranks)
+        needed = NETWORK.all_reduce(SIZE, ranks)
         assert batch is not None
         assert with_share(batch).forward_backward >= needed
         assert batch == 1 or with_share(batch - 1).forward_backward < needed

@@ -1,4 +1,6 @@
-"""Utilization: operations counted by hand, the measured and the rated peak, the tags and the summary."""
+"""Utilization: operations counted by hand, the measured and the rated peak, the tags and the
+summary.
+"""
 
 import copy
 import time
@@ -51,8 +53,14 @@ def test_the_measured_peak_is_that_of_the_matrix_product(dtype: torch.dtype) -> 
 
 def test_a_product_in_float16_is_measured_soon_on_a_cpu_that_is_slow_at_it() -> None:
     began = time.perf_counter()
-    assert measure_matmul.__wrapped__(CPU, torch.float16, tf32=False, num_threads=torch.get_num_threads()) > 0
-    assert time.perf_counter() - began < 8  # one product of 1024×1024 takes 2 s without such instructions
+    assert (
+        measure_matmul.__wrapped__(
+            CPU, torch.float16, tf32=False, num_threads=torch.get_num_threads()
+        )
+        > 0
+    )
+    # one product of 1024×1024 takes 2 s without such instructions
+    assert time.perf_counter() - began < 8
 
 
 def test_the_utilization_of_a_model_whose_operations_cannot_be_counted_is_unknown() -> None:
@@ -65,7 +73,8 @@ def test_the_utilization_of_a_model_whose_operations_cannot_be_counted_is_unknow
     assert utilization.mfu(100.0) is None
 
 
-A100, V100 = "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB"
+A100 = "NVIDIA A100-SXM4-80GB"
+V100 = "Tesla V100-SXM2-32GB"
 
 
 @pytest.mark.parametrize(

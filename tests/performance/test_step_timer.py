@@ -1,4 +1,6 @@
-"""The phases of a step: they add up to it, and communication is the part that does not overlap with backward."""
+"""The phases of a step: they add up to it, and communication is the part that does not overlap with
+backward.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +43,12 @@ def test_phases_are_timed_separately() -> None:
         time.sleep(3 * NAP)
         timer.enter("between steps")
     tags = timer.close_window(images_per_step=100)
-    for name, naps in (("data_wait", 1), ("forward_backward", 2), ("communication", 2), ("optimizer", 3)):
+    for name, naps in (
+        ("data_wait", 1),
+        ("forward_backward", 2),
+        ("communication", 2),
+        ("optimizer", 3),
+    ):
         assert tags[f"time/{name}_ms"] >= 1e3 * naps * NAP
         assert tags[f"time/{name}_fraction"] == pytest.approx(naps / 8, abs=0.06)
     assert sum(tags[f"time/{name}_ms"] for name in set(PHASES.values())) == pytest.approx(
@@ -51,7 +58,9 @@ def test_phases_are_timed_separately() -> None:
 
 
 @pytest.mark.parametrize(("is_frozen", "passes"), [(False, 1), (False, 3), (True, 1)])
-def test_communication_begins_with_the_last_gradient_of_the_last_backward(is_frozen: bool, passes: int) -> None:
+def test_communication_begins_with_the_last_gradient_of_the_last_backward(
+    is_frozen: bool, passes: int
+) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(not is_frozen)  # the next layer's gradient is then the last
     timer = StepTimer(CPU, model)
@@ -88,7 +97,10 @@ def assert_phases_add_up(run_dir: Path) -> None:
     for record in logged:
         phases = {name: record[f"time/{name}_ms"] for name in PHASES.values()}
         assert sum(phases.values()) == pytest.approx(record["time/step_ms"])
-        assert all(phases[name] > 0 for name in ("data_wait", "forward_backward", "communication", "optimizer"))
+        assert all(
+            phases[name] > 0
+            for name in ("data_wait", "forward_backward", "communication", "optimizer")
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,7 +112,9 @@ class PartlyFrozenConfig(ModelConfig):
 def build_partly_frozen(
     config: PartlyFrozenConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return LeNet with a frozen first layer, and possibly a parameter before it that forward does not use."""
+    """Return LeNet with a frozen first layer, and possibly a parameter before it that forward does
+    not use.
+    """
     model = build_model(LeNetConfig(), image_shape=image_shape, num_classes=num_classes)
     next(model.children()).requires_grad_(False)
     if config.has_unused:
@@ -116,10 +130,19 @@ def train_partly_frozen(sync: str, has_unused: bool, folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("sync", "has_unused"),
-    [("sync=ddp", False), ("sync=allreduce", True), ("sync=parameter_server", True), ("sync=local_sgd", True)],
+    [
+        ("sync=ddp", False),
+        ("sync=allreduce", True),
+        ("sync=parameter_server", True),
+        ("sync=local_sgd", True),
+    ],
 )
-def test_a_model_with_a_frozen_first_layer_trains(sync: str, has_unused: bool, tmp_path: Path) -> None:
-    """A parameter without a gradient is refused by DDP, and left as it is by the other strategies."""
+def test_a_model_with_a_frozen_first_layer_trains(
+    sync: str, has_unused: bool, tmp_path: Path
+) -> None:
+    """A parameter without a gradient is refused by DDP, and left as it is by the other
+    strategies.
+    """
     on_ranks(2, train_partly_frozen, sync, has_unused, str(tmp_path))
     assert_phases_add_up(tmp_path / "run")
     state = newest_checkpoint(tmp_path / "run")["model"]

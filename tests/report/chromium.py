@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-         "--hide-scrollbars", "--remote-debugging-pipe"]  # fmt: skip
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+]
 
 
 class Page:
@@ -28,7 +35,9 @@ class Page:
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited."""
-        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -36,15 +45,26 @@ class Page:
         """Return the value of an expression as soon as it is true."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
-            assert time.monotonic() < deadline, f"{script}: not true after {seconds} s; {self.errors}"
+            assert time.monotonic() < deadline, (
+                f"{script}: not true after {seconds} s; {self.errors}"
+            )
             time.sleep(0.02)
         return value
 
     def press(self, key: str, *, code: int = 0, text: str = "") -> None:
-        """Press and release a key. code: its number in Windows, which Enter, Tab and the arrow keys need."""
+        """Press and release a key. code: its number in Windows, which Enter, Tab and the arrow keys
+        need.
+        """
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extra)
+            self.send(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **extra,
+            )
 
     def click(self, selector: str) -> None:
         """Scroll to the first element of a selector and click with the mouse at its center."""
@@ -56,7 +76,8 @@ class Page:
         """Send an event of the mouse: mousePressed, mouseReleased or mouseMoved."""
         button = "none" if kind == "mouseMoved" and not extra else "left"
         self.send(
-            "Input.dispatchMouseEvent", **{"type": kind, "x": x, "y": y, "button": button, "clickCount": 1} | extra
+            "Input.dispatchMouseEvent",
+            **{"type": kind, "x": x, "y": y, "button": button, "clickCount": 1} | extra,
         )
 
     def center(self, selector: str) -> tuple[float, float]:
@@ -74,19 +95,32 @@ class Page:
 class Chromium:
     """A process of Chromium. Messages are JSON that end in NUL, on its file descriptors 3 and 4."""
 
-    def __init__(self, process: subprocess.Popen[bytes], to_browser: int, from_browser: int) -> None:
-        self.process, self.to_browser, self.from_browser = process, to_browser, from_browser
-        self.buffer, self.number = b"", 0
+    def __init__(
+        self, process: subprocess.Popen[bytes], to_browser: int, from_browser: int
+    ) -> None:
+        self.process = process
+        self.to_browser = to_browser
+        self.from_browser = from_browser
+        self.buffer = b""
+        self.number = 0
         self.pages: dict[str, Page] = {}
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
         """Open a file and return its page after it was loaded and has drawn its charts."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        page = self.pages[session] = Page(lambda method, **values: self.send(method, session, **values))
+        page = self.pages[session] = Page(
+            lambda method, **values: self.send(method, session, **values)
+        )
         for domain in ("Runtime", "Log", "Network", "Page"):
             page.send(f"{domain}.enable")
-        page.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        page.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.send("Emulation.setEmulatedMedia", features=[theme])
         page.send("Page.navigate", url=path.resolve().as_uri())
@@ -100,7 +134,9 @@ class Chromium:
     def send(self, method: str, session: str | None = None, **values: Any) -> Any:
         """Send a command and return its result; events that arrive before it are noted."""
         self.number += 1
-        message = {"id": self.number, "method": method, "params": values} | ({"sessionId": session} if session else {})
+        message = {"id": self.number, "method": method, "params": values} | (
+            {"sessionId": session} if session else {}
+        )
         os.write(self.to_browser, json.dumps(message).encode() + b"\0")
         while True:
             answer = self.receive()
@@ -114,7 +150,9 @@ class Chromium:
         deadline = time.monotonic() + seconds
         while b"\0" not in self.buffer:
             left = max(0.0, deadline - time.monotonic())
-            assert select.select([self.from_browser], [], [], left)[0], f"Chromium was silent for {seconds} s"
+            assert select.select([self.from_browser], [], [], left)[0], (
+                f"Chromium was silent for {seconds} s"
+            )
             data = os.read(self.from_browser, 1 << 20)
             assert data, "Chromium ended"
             self.buffer += data
@@ -123,7 +161,8 @@ class Chromium:
 
     def note(self, event: dict[str, Any]) -> None:
         """Note an error, a message on the console or a request of a page."""
-        page, values = self.pages.get(event.get("sessionId", "")), event.get("params", {})
+        page = self.pages.get(event.get("sessionId", ""))
+        values = event.get("params", {})
         if page is None:
             return
         match event.get("method"):
@@ -139,7 +178,9 @@ class Chromium:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chromium]:
-    """Yield a Chromium with an empty profile in the folder `profile`, which ends with the context."""
+    """Yield a Chromium with an empty profile in the folder `profile`, which ends with the
+    context.
+    """
     assert CHROMIUM
     ours: list[int] = []
     theirs: list[int] = []
@@ -149,12 +190,24 @@ def chromium(profile: Path) -> Iterator[Chromium]:
         theirs.append(fcntl.fcntl(ends[0], fcntl.F_DUPFD, 20))
         os.close(ends[0])
         ours.append(ends[1])
-    command = ["bash", "-c", f'exec "$@" 3<&{theirs[0]} 4>&{theirs[1]}', "bash", CHROMIUM, *FLAGS,
-               f"--user-data-dir={profile}", "about:blank"]  # fmt: skip
+    command = [
+        "bash",
+        "-c",
+        f'exec "$@" 3<&{theirs[0]} 4>&{theirs[1]}',
+        "bash",
+        CHROMIUM,
+        *FLAGS,
+        f"--user-data-dir={profile}",
+        "about:blank",
+    ]
     process = subprocess.Popen(
-        command, pass_fds=theirs, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        command,
+        pass_fds=theirs,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     for descriptor in theirs:
         os.close(descriptor)
     try:

@@ -1,4 +1,6 @@
-"""The file of a report: what it has of the run directories, how large it is, and what it leaves out."""
+"""The file of a report: what it has of the run directories, how large it is, and what it leaves
+out.
+"""
 
 import errno
 import json
@@ -41,7 +43,9 @@ def report_on(*run_dirs: Path) -> str:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    [text] = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL
+    )
     return json.loads(text)
 
 
@@ -54,14 +58,16 @@ def append(run_dir: Path, *records: dict[str, Any]) -> None:
         file.writelines(f"{json.dumps(record)}\n" for record in records)
 
 
-# --- the command --------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_writes_the_file_without_torch_and_prints_its_path(
     run_dir: Path, without_torch: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "ddp_trainer", "report", str(run_dir)]
-    done = subprocess.run(command, env=clean_environment(**without_torch), timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=clean_environment(**without_torch), timeout=60, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     size = (run_dir / "report.html").stat().st_size
     assert done.stdout == f"{run_dir}/report.html ({size / 1e6:.2f} MB)\n"
@@ -69,14 +75,23 @@ def test_the_command_writes_the_file_without_torch_and_prints_its_path(
 
 def test_output_and_title_are_options(run_dir: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "lr=0.1")
-    main([f"{tmp_path}/./run", str(other), f"output={tmp_path}/compared.html", "title=LeNet <and> ResNet"])
+    main(
+        [
+            f"{tmp_path}/./run",
+            str(other),
+            f"output={tmp_path}/compared.html",
+            "title=LeNet <and> ResNet",
+        ]
+    )
     assert not (run_dir / "report.html").exists()
     page = (tmp_path / "compared.html").read_text()
     assert "<title>LeNet &lt;and&gt; ResNet</title>" in page
     assert [run["name"] for run in data_of(page)["runs"]] == ["run", "lr=0.1"]
 
 
-def test_null_stands_for_the_default_of_an_option(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_null_stands_for_the_default_of_an_option(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(run_dir.parent)
     main(["run", "output=null", "title=null"])
     assert "<title>Report on run</title>" in (run_dir / "report.html").read_text()
@@ -96,19 +111,32 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "report takes one or more run directories"),
-        (["nowhere"], "nowhere is not a run directory: it has neither config.yaml nor checkpoints/"),
+        (
+            ["nowhere"],
+            "nowhere is not a run directory: it has neither config.yaml nor checkpoints/",
+        ),
         (["run", "empty"], "empty is not a run directory"),
         (["run", "run"], "run is given twice"),
         (["run", "./run"], "run is given twice"),
         (["run", "foo=1"], "foo=1 is unknown: report has the options output, title"),
         (["run", "--foo"], "--foo is unknown"),
         (["run", "output="], "output= is empty"),
-        (["run", "output=nowhere/report.html"], "output=nowhere/report.html must be a file in a folder that can be"),
-        (["run", "output=empty"], "output=empty must be a file in a folder that can be written: Is a directory"),
+        (
+            ["run", "output=nowhere/report.html"],
+            "output=nowhere/report.html must be a file in a folder that can be",
+        ),
+        (
+            ["run", "output=empty"],
+            "output=empty must be a file in a folder that can be written: Is a directory",
+        ),
     ],
 )
 def test_a_mistake_is_one_error(
-    words: list[str], message: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (run_dir.parent / "empty").mkdir()
     before = sorted(run_dir.parent.rglob("*"))
@@ -133,7 +161,7 @@ def test_an_old_report_is_replaced_and_stays_if_the_new_one_fails(run_dir: Path)
     assert not list(run_dir.glob(".*"))
 
 
-# --- the page -----------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def test_a_report_on_two_runs_has_at_most_a_megabyte_besides_its_pictures(tmp_path: Path) -> None:
@@ -151,7 +179,9 @@ def test_the_page_loads_nothing(run_dir: Path) -> None:
     write_evaluation(run_dir)
     page = report_on(run_dir)
     assert "default-src &#39;none&#39;; img-src data:; style-src &#39;sha256-" in page
-    addresses = re.findall(r"""(?:src|href|srcset|action|data)\s*=\s*["']?([^"'\s>]*)""", page.partition("<script")[0])
+    addresses = re.findall(
+        r"""(?:src|href|srcset|action|data)\s*=\s*["']?([^"'\s>]*)""", page.partition("<script")[0]
+    )
     assert len(addresses) > 5
     assert all(address.startswith(("#", "data:")) for address in addresses)
     assert "@import" not in page
@@ -161,7 +191,13 @@ def test_the_page_loads_nothing(run_dir: Path) -> None:
 def test_values_of_the_page_are_those_of_the_files(run_dir: Path) -> None:
     [run] = data_of(report_on(run_dir))["runs"]
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for tag in ("train/loss", "eval/top1", "throughput/images_per_second", "time/step_ms", "samples/count"):
+    for tag in (
+        "train/loss",
+        "eval/top1",
+        "throughput/images_per_second",
+        "time/step_ms",
+        "samples/count",
+    ):
         rows = [record for record in records if tag in record]
         [table] = [table for table in run["tables"] if tag in table["columns"]]
         assert sums(table["steps"]) == [row["step"] for row in rows]
@@ -179,11 +215,14 @@ def table_rows(page: str, label: str) -> list[list[str]]:
     table = page.partition(f'aria-label="{label}"')[2].partition("</table>")[0]
     assert table
     rows = re.findall("<tr>(.*?)</tr>", table)
-    return [[unescape(cell) for cell in re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows]
+    return [
+        [unescape(cell) for cell in re.findall("<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows
+    ]
 
 
 def test_config_keys_that_differ_come_first(tmp_path: Path) -> None:
-    one, two = write_run(tmp_path / "one", lr=0.05), write_run(tmp_path / "two", lr=0.1)
+    one = write_run(tmp_path / "one", lr=0.05)
+    two = write_run(tmp_path / "two", lr=0.1)
     with open(two / "config.yaml", "a") as file:
         file.write("new_key: [1, null, true, 'x']\n")
     page = report_on(one, two)
@@ -206,7 +245,9 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
     assert names == ["a/x/run", "b/x/run", "c/run"]
 
 
-@pytest.mark.parametrize("missing", ["metrics.jsonl", "versions.json", "summary.json", "pictures", "config.yaml"])
+@pytest.mark.parametrize(
+    "missing", ["metrics.jsonl", "versions.json", "summary.json", "pictures", "config.yaml"]
+)
 def test_a_part_without_data_names_the_command_that_writes_it(missing: str, run_dir: Path) -> None:
     (run_dir / "checkpoints").mkdir()
     path = run_dir / missing
@@ -216,17 +257,26 @@ def test_a_part_without_data_names_the_command_that_writes_it(missing: str, run_
     assert any(f"python -m ddp_trainer evaluate {run_dir}" in text for text in texts)
 
 
-# --- metrics --------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def test_launches_have_world_sizes_and_the_time_since_the_last_record(tmp_path: Path) -> None:
     run = Run(write_run(tmp_path / "run", launches=((0, 4), (300, 2), (700, 2))))
-    assert [(launch.step, launch.world_size) for launch in run.metrics.launches] == [(0, 4), (300, 2), (700, 2)]
-    assert [round(launch.time - launch.gap_start) for launch in run.metrics.launches[1:]] == [600, 600]
+    assert [(launch.step, launch.world_size) for launch in run.metrics.launches] == [
+        (0, 4),
+        (300, 2),
+        (700, 2),
+    ]
+    assert [round(launch.time - launch.gap_start) for launch in run.metrics.launches[1:]] == [
+        600,
+        600,
+    ]
     assert run.world_sizes == "4 → 2"
     assert [row[0:3] + row[4:] for row in run.launch_rows()] == [
-        ["1", "0", "4", ""], ["2", "300", "2", "10 min 0 s"], ["3", "700", "2", "10 min 0 s"],
-    ]  # fmt: skip
+        ["1", "0", "4", ""],
+        ["2", "300", "2", "10 min 0 s"],
+        ["3", "700", "2", "10 min 0 s"],
+    ]
 
 
 def test_launches_of_older_versions_are_read_from_the_log(run_dir: Path) -> None:
@@ -234,11 +284,12 @@ def test_launches_of_older_versions_are_read_from_the_log(run_dir: Path) -> None
     (run_dir / "metrics.jsonl").write_text("")
     append(run_dir, *(record for record in records if "launch/world_size" not in record))
     (run_dir / "train.log").write_text(
-        "2026-11-23 04:31:48,915 INFO 4 × cpu (gloo), fp32, num_threads=1\n"
-        "2026-11-23 04:31:48,915 INFO global batch 256 = 4 ranks × 64, 50 steps an epoch, 3 epochs, lr 0.05\n"
-        "2026-11-23 04:40:48,915 INFO 2 × NVIDIA H100 80GB HBM3 (nccl), bf16, num_threads=1\n"
-        "2026-11-23 04:40:48,915 INFO resumed from outputs/x/checkpoints/step-00000300.pt (epoch 3, step 300)\n"
-        "2026-11-23 04:40:48,915 INFO test acc 0.1042 · 0.1 s/epoch · 12,927 img/s on 1 × cpu (gloo)\n"
+        "2026-11-23 04:31:48,915 INFO 4 × cpu (gloo), fp32, num_threads=1\n2026-11-23 04:31:48,915"
+        " INFO global batch 256 = 4 ranks × 64, 50 steps an epoch, 3 epochs, lr 0.05\n2026-11-23"
+        " 04:40:48,915 INFO 2 × NVIDIA H100 80GB HBM3 (nccl), bf16, num_threads=1\n2026-11-23"
+        " 04:40:48,915 INFO resumed from outputs/x/checkpoints/step-00000300.pt (epoch 3, step"
+        " 300)\n2026-11-23 04:40:48,915 INFO test acc 0.1042 · 0.1 s/epoch · 12,927 img/s on 1 ×"
+        " cpu (gloo)\n"
     )
     metrics = read_metrics(RunFiles(run_dir))
     times = {record["step"]: record["time"] for record in records if "train/loss" in record}
@@ -259,14 +310,25 @@ def test_a_run_without_evaluated_samples_has_no_scores(run_dir: Path) -> None:
 def test_a_loss_that_is_not_finite_is_named(run_dir: Path) -> None:
     append(run_dir, {"step": 1000, "eval/loss": "nan"})
     assert Run(run_dir).status == "finished"
-    append(run_dir, {"step": 1040, "train/loss": "-inf", "train/top1": 0.1}, {"step": 1060, "train/loss": "nan"})
+    append(
+        run_dir,
+        {"step": 1040, "train/loss": "-inf", "train/top1": 0.1},
+        {"step": 1060, "train/loss": "nan"},
+    )
     run = Run(run_dir)
-    assert (run.status, run.warnings) == ("diverged", ["The training diverged at step 1,040: train/loss is -inf."])
+    assert (run.status, run.warnings) == (
+        "diverged",
+        ["The training diverged at step 1,040: train/loss is -inf."],
+    )
     assert data_of(report_on(run_dir))["runs"][0]["nonfinite"]["step"] == 1040
     summary = json.loads((run_dir / "summary.json").read_text())
-    (run_dir / "summary.json").write_text(json.dumps(summary | {"steps": 1060}))  # with on_nonfinite=skip
+    # with on_nonfinite=skip
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"steps": 1060}))
     run = Run(run_dir)
-    assert (run.status, run.warnings) == ("finished", ["A value was not finite at step 1,040: train/loss is -inf."])
+    assert (run.status, run.warnings) == (
+        "finished",
+        ["A value was not finite at step 1,040: train/loss is -inf."],
+    )
 
 
 def test_the_summary_of_an_earlier_launch_is_not_the_result_of_a_resumed_run(run_dir: Path) -> None:
@@ -274,7 +336,11 @@ def test_the_summary_of_an_earlier_launch_is_not_the_result_of_a_resumed_run(run
     run = Run(run_dir)
     assert (run.status, run.summary, len(run.warnings)) == ("not finished", {}, 1)
     assert run.warnings[0].startswith("The run was resumed after step 1,000, ")
-    append(run_dir, {"step": 1020, "train/loss": 0.1}, {"step": 1020, "eval/top1": 0.5, "eval/count": 355})
+    append(
+        run_dir,
+        {"step": 1020, "train/loss": 0.1},
+        {"step": 1020, "eval/top1": 0.5, "eval/count": 355},
+    )
     assert Run(run_dir).scores() == {"evaluation top-1": "50.00 %"}
     assert Run(run_dir).facts()["steps"] == "1,020"
     (run_dir / "summary.json").write_text(json.dumps({"status": "stopped", "steps": 1020}))
@@ -284,7 +350,10 @@ def test_the_summary_of_an_earlier_launch_is_not_the_result_of_a_resumed_run(run
 def test_a_launch_with_nothing_left_to_train_keeps_the_summary(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()  # with logger=[], train.log alone has launches
     with open(run_dir / "train.log", "a") as file:
-        file.write("x INFO 2 × cpu (gloo), fp32\nx INFO resumed from step-00001000.pt (epoch 10, step 1000)\n")
+        file.write(
+            "x INFO 2 × cpu (gloo), fp32\nx INFO resumed from step-00001000.pt (epoch 10, step"
+            " 1000)\n"
+        )
     assert Run(run_dir).metrics.launches[-1].step == 1000
     assert Run(run_dir).status == "finished"
 
@@ -292,7 +361,8 @@ def test_a_launch_with_nothing_left_to_train_keeps_the_summary(run_dir: Path) ->
 def test_a_divergence_of_the_last_launch_is_read_from_failure_log(run_dir: Path) -> None:
     (run_dir / "summary.json").unlink()
     (run_dir / "failure.log").write_text(
-        "Traceback …\nx.DivergedError: the loss or gradient of step 12 is not finite (lr 0.1): lower optimizer.lr, …\n"
+        "Traceback …\nx.DivergedError: the loss or gradient of step 12 is not finite (lr 0.1):"
+        " lower optimizer.lr, …\n"
     )
     os.utime(run_dir / "failure.log", (START + 60, START + 60))
     assert Run(run_dir).warnings == [
@@ -303,13 +373,18 @@ def test_a_divergence_of_the_last_launch_is_read_from_failure_log(run_dir: Path)
 
 
 def test_the_slowest_ranks_are_counted(run_dir: Path) -> None:
-    windows = [{"step": 1000 + step, "straggler/rank": step % 2, "straggler/phase": "data"} for step in range(5)]
+    windows = [
+        {"step": 1000 + step, "straggler/rank": step % 2, "straggler/phase": "data"}
+        for step in range(5)
+    ]
     append(run_dir, *windows)
     rows = table_rows(report_on(run_dir), "Stragglers of run")
     assert rows[1:] == [["0", "data", "3", "60 %"], ["1", "data", "2", "40 %"]]
 
 
-def test_more_values_than_a_page_can_have_are_shortened_and_the_page_says_so(tmp_path: Path) -> None:
+def test_more_values_than_a_page_can_have_are_shortened_and_the_page_says_so(
+    tmp_path: Path,
+) -> None:
     run_dir = write_run(tmp_path / "run", steps=20_000, every=1)
     page = report_on(run_dir)
     tables = data_of(page)["runs"][0]["tables"]
@@ -324,13 +399,18 @@ def test_more_values_than_a_page_can_have_are_shortened_and_the_page_says_so(tmp
 def test_shortened_columns_keep_their_extremes_in_order() -> None:
     numbers = random.Random(0)
     values = [numbers.uniform(-1, 1) if numbers.random() > 0.2 else math.nan for _ in range(1003)]
-    table = Table(list(range(1003)), [float(step) for step in range(1003)], {"a": values, "time/other_ms": values})
+    table = Table(
+        list(range(1003)),
+        [float(step) for step in range(1003)],
+        {"a": values, "time/other_ms": values},
+    )
     short = shorten(table, rows=100)
     assert len(short.steps) == len(short.times) == len(short.columns["a"]) == 100
     assert (short.steps[0], short.steps[-1]) == (0, 1002)
     assert short.steps == sorted(short.steps)
     for place in range(0, 100, 2):
-        start, end = short.steps[place], short.steps[place + 1]
+        start = short.steps[place]
+        end = short.steps[place + 1]
         inside = [value for value in values[start : end + 1] if not math.isnan(value)]
         pair = short.columns["a"][place : place + 2]
         assert sorted(pair) == [min(inside), max(inside)]
@@ -338,9 +418,15 @@ def test_shortened_columns_keep_their_extremes_in_order() -> None:
         assert short.columns["time/other_ms"][place] == pytest.approx(sum(inside) / len(inside))
 
 
-@pytest.mark.parametrize("sizes", [[(10, 3)], [(1000, 20), (10, 5)], [(500, 2), (500, 2), (3, 1)], [(10**5, 1)] * 3])
-def test_the_longest_tables_are_shortened_as_little_as_possible(sizes: list[tuple[int, int]]) -> None:
-    tables = [Table([0] * rows, [], {str(tag): [] for tag in range(columns)}) for rows, columns in sizes]
+@pytest.mark.parametrize(
+    "sizes", [[(10, 3)], [(1000, 20), (10, 5)], [(500, 2), (500, 2), (3, 1)], [(10**5, 1)] * 3]
+)
+def test_the_longest_tables_are_shortened_as_little_as_possible(
+    sizes: list[tuple[int, int]],
+) -> None:
+    tables = [
+        Table([0] * rows, [], {str(tag): [] for tag in range(columns)}) for rows, columns in sizes
+    ]
     rows = rows_allowed(tables, limit=900)
 
     def values(allowed: int) -> int:
@@ -357,7 +443,7 @@ def test_differences_add_up() -> None:
     assert differences([]) == []
 
 
-# --- evaluations ------------------------------------------------------------------------------------------
+# --- evaluations ----------------------------------------------------------------------------------
 
 
 def test_an_evaluation_of_the_page_is_that_of_the_files(run_dir: Path) -> None:
@@ -366,16 +452,33 @@ def test_an_evaluation_of_the_page_is_that_of_the_files(run_dir: Path) -> None:
     metrics = json.loads((folder / "metrics.json").read_text())
     mistakes = json.loads((folder / "mistakes.json").read_text())
     lines = (folder / "confusion_matrix.csv").read_text().splitlines()
-    assert evaluation["matrix"] == [[int(cell) for cell in line.split(",")[1:]] for line in lines[1:]]
-    assert (evaluation["run"], evaluation["folder"], evaluation["classes"]) == (0, "best-test", DIGITS)
-    assert [evaluation[key] for key in ("checkpoint", "split", "data", "step")] == ["best", "test", "digits", 900]
+    assert evaluation["matrix"] == [
+        [int(cell) for cell in line.split(",")[1:]] for line in lines[1:]
+    ]
+    assert (evaluation["run"], evaluation["folder"], evaluation["classes"]) == (
+        0,
+        "best-test",
+        DIGITS,
+    )
+    assert [evaluation[key] for key in ("checkpoint", "split", "data", "step")] == [
+        "best",
+        "test",
+        "digits",
+        900,
+    ]
     assert evaluation["top1"] == pytest.approx(metrics["top1"], rel=1e-5)
     assert [row[0] for row in evaluation["perClass"]] == list(range(10))
-    assert [row[4] for row in evaluation["perClass"]] == [scores["support"] for scores in metrics["per_class"].values()]
+    assert [row[4] for row in evaluation["perClass"]] == [
+        scores["support"] for scores in metrics["per_class"].values()
+    ]
     assert evaluation["calibration"][0] == [None, None, 0]
     assert len(evaluation["calibration"]) == 15
     for row, entry in zip(evaluation["mistakes"], mistakes, strict=True):
-        assert [row[0], DIGITS[row[1]], DIGITS[row[2]]] == [entry["path"], entry["label"], entry["prediction"]]
+        assert [row[0], DIGITS[row[1]], DIGITS[row[2]]] == [
+            entry["path"],
+            entry["label"],
+            entry["prediction"],
+        ]
         assert row[3:5] == pytest.approx([entry["probability"], entry["loss"]], rel=1e-5)
         assert row[5][:2] == [8, 8]
 
@@ -390,7 +493,9 @@ def test_classes_may_be_given_by_number(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("classes", "has_matrix"), [(60, True), (61, False), (1000, False)])
-def test_very_many_classes_have_the_most_confused_pairs(classes: int, has_matrix: bool, tmp_path: Path) -> None:
+def test_very_many_classes_have_the_most_confused_pairs(
+    classes: int, has_matrix: bool, tmp_path: Path
+) -> None:
     run_dir = write_run(tmp_path / "run", steps=100)
     names = [f"class {number}" for number in range(classes)]
     folder = write_evaluation(run_dir, names=names, wrong=900, thumbnails=False)
@@ -408,18 +513,25 @@ def test_very_many_classes_have_the_most_confused_pairs(classes: int, has_matrix
 
 def test_at_most_400_thumbnails_of_the_worst_mistakes_and_of_every_cell(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, steps=100) for name in ("one", "two")]
-    folders = [write_evaluation(run, wrong=wrong) for run, wrong in zip(runs, (30, 900), strict=True)]
+    folders = [
+        write_evaluation(run, wrong=wrong) for run, wrong in zip(runs, (30, 900), strict=True)
+    ]
     evaluations = data_of(report_on(*runs))["evaluations"]
     pictured = [[row for row in evaluation["mistakes"] if row[5]] for evaluation in evaluations]
     assert [len(rows) for rows in pictured] == [30, 370]
     entries = json.loads((folders[1] / "mistakes.json").read_text())
     cells = {(row[1], row[2]) for row in pictured[1]}
-    assert cells == {(DIGITS.index(entry["label"]), DIGITS.index(entry["prediction"])) for entry in entries}
+    assert cells == {
+        (DIGITS.index(entry["label"]), DIGITS.index(entry["prediction"])) for entry in entries
+    }
     assert {entry["path"] for entry in entries[:185]} <= {row[0] for row in pictured[1]}
 
 
 def test_choose_and_shares_never_exceed_the_limit(run_dir: Path) -> None:
-    folders = [write_evaluation(run_dir, folder=f"{number}-test", wrong=number * 20) for number in range(1, 6)]
+    folders = [
+        write_evaluation(run_dir, folder=f"{number}-test", wrong=number * 20)
+        for number in range(1, 6)
+    ]
     evaluations = [Evaluation(RunFiles(folder)) for folder in folders]
     for limit in (0, 1, 7, 100, 250, 300, 1000):
         shares = list(thumbnail_shares(evaluations, limit=limit))
@@ -429,11 +541,12 @@ def test_choose_and_shares_never_exceed_the_limit(run_dir: Path) -> None:
             assert len(places) == len(set(places)) == share
 
 
-# --- files of strangers -------------------------------------------------------------------------------------
+# --- files of strangers ---------------------------------------------------------------------------
 
 
 def test_pictures_outside_of_the_folder_are_not_read(run_dir: Path) -> None:
-    folder, secret = write_evaluation(run_dir, wrong=1), digit_png(99, side=33)
+    folder = write_evaluation(run_dir, wrong=1)
+    secret = digit_png(99, side=33)
     (run_dir / "secret.png").write_bytes(secret)
     (folder / "mistakes" / "link.png").symlink_to(run_dir / "secret.png")
     (folder / "mistakes" / "loop.png").symlink_to(folder / "mistakes" / "loop.png")
@@ -444,11 +557,31 @@ def test_pictures_outside_of_the_folder_are_not_read(run_dir: Path) -> None:
     (folder / "mistakes" / "large.png").write_bytes(secret + bytes(300_000))
     (folder / "mistakes" / "wide.png").write_bytes(png([[0] * 600]))
     good = json.loads((folder / "mistakes.json").read_text())[0]
-    names = [str(run_dir / "secret.png"), "../../secret.png", "mistakes/../../../secret.png", "mistakes/link.png",
-             "outside/secret.png", "mistakes/loop.png", "mistakes/folder.png", "mistakes/fifo.png", "mistakes/text.png",
-             "mistakes/large.png", "mistakes/wide.png", "mistakes/missing.png", "a\0b.png", "", ".", 5, None, ["x"],
-             "x" * 5000, str(folder / good["picture"])]  # fmt: skip
-    (folder / "mistakes.json").write_text(json.dumps([good] + [good | {"picture": name} for name in names]))
+    names = [
+        str(run_dir / "secret.png"),
+        "../../secret.png",
+        "mistakes/../../../secret.png",
+        "mistakes/link.png",
+        "outside/secret.png",
+        "mistakes/loop.png",
+        "mistakes/folder.png",
+        "mistakes/fifo.png",
+        "mistakes/text.png",
+        "mistakes/large.png",
+        "mistakes/wide.png",
+        "mistakes/missing.png",
+        "a\0b.png",
+        "",
+        ".",
+        5,
+        None,
+        ["x"],
+        "x" * 5000,
+        str(folder / good["picture"]),
+    ]
+    (folder / "mistakes.json").write_text(
+        json.dumps([good] + [good | {"picture": name} for name in names])
+    )
     page = report_on(run_dir)
     [evaluation] = data_of(page)["evaluations"]
     assert len(evaluation["mistakes"]) == len(names) + 1
@@ -475,9 +608,13 @@ def test_a_file_system_that_does_not_answer_is_an_error_and_a_forbidden_file_a_n
 def test_evaluations_that_cannot_be_opened_are_named_on_the_page(run_dir: Path) -> None:
     folder = write_evaluation(run_dir)
     (folder / "metrics.json").unlink()
-    (folder / "metrics.json").symlink_to("metrics.json")  # root may read a file without permissions, but not this one
+    # root may read a file without permissions, but not this one
+    (folder / "metrics.json").symlink_to("metrics.json")
     page = report_on(run_dir)
-    assert "evaluation/best-test/metrics.json cannot be read: Too many levels of symbolic links." in page
+    assert (
+        "evaluation/best-test/metrics.json cannot be read: Too many levels of symbolic links."
+        in page
+    )
     shutil.rmtree(run_dir / "evaluation")
     (run_dir / "evaluation").touch()
     assert "<li>evaluation cannot be read: Not a directory.</li>" in report_on(run_dir)
@@ -488,7 +625,9 @@ def test_yaml_that_would_fill_the_memory_is_cut(run_dir: Path) -> None:
         f"{name}: &{name} [{', '.join(f'*{before}' for _ in range(9))}]\n"
         for before, name in zip("abcdefgh", "bcdefghi", strict=True)
     )
-    dicts = "k0: &k0 {x: 1, y: 2}\n" + "".join(f"k{n}: &k{n} {{x: *k{n - 1}, y: *k{n - 1}}}\n" for n in range(1, 40))
+    dicts = "k0: &k0 {x: 1, y: 2}\n" + "".join(
+        f"k{n}: &k{n} {{x: *k{n - 1}, y: *k{n - 1}}}\n" for n in range(1, 40)
+    )
     (run_dir / "config.yaml").write_text(bomb + dicts + "self: &self {again: *self}\n")
     assert len(report_on(run_dir)) < 2 * MB
     assert len(Run(run_dir).config) <= 1000
@@ -507,15 +646,24 @@ def test_damaged_files_are_named_on_the_page(run_dir: Path) -> None:
     ):
         path.write_bytes(b"]\xff\x00{")
     with open(run_dir / "metrics.jsonl", "ab") as file:
-        file.write(b'\xff\xfe{"step": 1}\n{"step": true}\n[]\n{"step": 5, "train/loss": 1e999, "x": {"y": [}\n')
+        file.write(
+            b'\xff\xfe{"step": 1}\n{"step": true}\n[]\n{"step": 5, "train/loss": 1e999, "x": {"y":'
+            b" [}\n"
+        )
     texts = re.findall("<li>(.*?)</li>", report_on(run_dir))
-    assert sorted(texts) == sorted([
-        "config.yaml is damaged.", "summary.json is damaged.", "versions.json is damaged.",
-        "metrics.jsonl has damaged lines, which were left out: 4.",
-        "pictures/first_batch.png is not a PNG of at most 8192 pixels a side and was left out.",
-        *(f"evaluation/best-test/{name} is damaged."
-          for name in ("metrics.json", "mistakes.json", "confusion_matrix.csv")),
-    ])  # fmt: skip
+    assert sorted(texts) == sorted(
+        [
+            "config.yaml is damaged.",
+            "summary.json is damaged.",
+            "versions.json is damaged.",
+            "metrics.jsonl has damaged lines, which were left out: 4.",
+            "pictures/first_batch.png is not a PNG of at most 8192 pixels a side and was left out.",
+            *(
+                f"evaluation/best-test/{name} is damaged."
+                for name in ("metrics.json", "mistakes.json", "confusion_matrix.csv")
+            ),
+        ]
+    )
 
 
 @pytest.mark.parametrize("value", ["!!bool x", "!!int ''", "!!float ''", "!!timestamp x"])
@@ -524,13 +672,17 @@ def test_a_config_that_yaml_cannot_convert_is_named_on_the_page(value: str, run_
     assert "<li>config.yaml is damaged.</li>" in report_on(run_dir)
 
 
-def test_no_flipped_bit_and_no_cut_keeps_the_page_from_being_written(run_dir: Path, tmp_path: Path) -> None:
+def test_no_flipped_bit_and_no_cut_keeps_the_page_from_being_written(
+    run_dir: Path, tmp_path: Path
+) -> None:
     write_evaluation(run_dir, wrong=5)
     numbers = random.Random(0)
     files = [path.relative_to(run_dir) for path in sorted(run_dir.rglob("*")) if path.is_file()]
     for number in range(40):
         copy = shutil.copytree(run_dir, tmp_path / str(number))
-        path = copy / numbers.choice(files if number % 2 else [file for file in files if file.suffix != ".png"])
+        path = copy / numbers.choice(
+            files if number % 2 else [file for file in files if file.suffix != ".png"]
+        )
         data = bytearray(path.read_bytes())
         position = numbers.randrange(len(data))
         if number % 3:
@@ -546,18 +698,32 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("value", [None, True, 5, -1, 10**400, 1e308, "x" * 5000, [], {}, [[]], nested(9), nested(800)])
-@pytest.mark.parametrize("name", ["summary.json", "versions.json", "metrics.json", "mistakes.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "value", [None, True, 5, -1, 10**400, 1e308, "x" * 5000, [], {}, [[]], nested(9), nested(800)]
+)
+@pytest.mark.parametrize(
+    "name", ["summary.json", "versions.json", "metrics.json", "mistakes.json", "metrics.jsonl"]
+)
 def test_values_of_other_types_have_a_page(name: str, value: Any, run_dir: Path) -> None:
     folder = write_evaluation(run_dir, wrong=2)
     if name == "metrics.jsonl":
-        tags = ("time", "epoch", "train/loss", "launch/world_size", "straggler/rank", "straggler/phase", "")
+        tags = (
+            "time",
+            "epoch",
+            "train/loss",
+            "launch/world_size",
+            "straggler/rank",
+            "straggler/phase",
+            "",
+        )
         append(run_dir, *({"step": 2000, tag: value} for tag in tags), {"step": value})
     else:
         path = folder / name if (folder / name).exists() else run_dir / name
         known = json.loads(path.read_text())
         changed = (
-            [dict.fromkeys(entry, value) for entry in known] if isinstance(known, list) else dict.fromkeys(known, value)
+            [dict.fromkeys(entry, value) for entry in known]
+            if isinstance(known, list)
+            else dict.fromkeys(known, value)
         )
         path.write_text(json.dumps(changed))
     assert data_of(report_on(run_dir))["runs"]
@@ -571,8 +737,14 @@ def test_a_name_that_is_not_utf_8_has_a_page(tmp_path: Path) -> None:
 
 
 def test_compare_and_flatten_keep_the_order_of_keys() -> None:
-    first, second = flatten({"b": {"x": 1, "y": {}}, "a": None}), flatten({"a": None, "c": False})
+    first = flatten({"b": {"x": 1, "y": {}}, "a": None})
+    second = flatten({"a": None, "c": False})
     assert first == {"b.x": "1", "b.y": "{}", "a": "null"}
     differing, rows = compare([first, second])
-    assert rows == [["b.x", "1", "—"], ["b.y", "{}", "—"], ["a", "null", "null"], ["c", "—", "false"]]
+    assert rows == [
+        ["b.x", "1", "—"],
+        ["b.y", "{}", "—"],
+        ["a", "null", "null"],
+        ["c", "—", "false"],
+    ]
     assert differing == [rows[0], rows[1], rows[3]]

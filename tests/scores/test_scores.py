@@ -33,19 +33,21 @@ NAMES = ["cat", "dog", 'ä,\n"b"', "bird", "cow", "ant", "never"]
 
 
 def answers(count: int = 500, *, seed: int = 0, classes: int = len(NAMES)) -> tuple[Tensor, Tensor]:
-    """Return logits [N, C] and labels [N], some of them negative; the last class is no sample's and no answer."""
+    """Return logits [N, C] and labels [N], some of them negative; the last class is no sample's and
+    no answer.
+    """
     generator = torch.Generator().manual_seed(seed)
-    logits, labels = (
-        torch.randn(count, classes, generator=generator),
-        torch.randint(classes - 1, (count,), generator=generator),
-    )
+    logits = torch.randn(count, classes, generator=generator)
+    labels = torch.randint(classes - 1, (count,), generator=generator)
     logits[torch.arange(count), labels] += 1
     logits[:, -1] = -20
     labels[::50] = -100
     return logits, labels
 
 
-def rows_of(logits: Tensor, labels: Tensor, *, batch: int = 64, rank: int = 0, world_size: int = 1) -> SampleResults:
+def rows_of(
+    logits: Tensor, labels: Tensor, *, batch: int = 64, rank: int = 0, world_size: int = 1
+) -> SampleResults:
     results = SampleResults(CPU)
     for ids in torch.arange(len(labels))[rank::world_size].split(batch):
         results.add(logits[ids], labels[ids], ids)
@@ -65,13 +67,22 @@ def test_scores_are_those_of_their_definitions() -> None:
         if label >= 0
     ]
     predicted = [row.index(max(row)) for _, row, _ in samples]
-    cells = Counter((label, prediction) for (label, _, _), prediction in zip(samples, predicted, strict=True))
+    cells = Counter(
+        (label, prediction) for (label, _, _), prediction in zip(samples, predicted, strict=True)
+    )
     assert scores.count == len(samples) == 490
-    assert {(r, c): n for r, line in enumerate(scores.confusion.tolist()) for c, n in enumerate(line) if n} == cells
+    assert {
+        (r, c): n
+        for r, line in enumerate(scores.confusion.tolist())
+        for c, n in enumerate(line)
+        if n
+    } == cells
     assert scores.top1 == pytest.approx(sum(n for (r, c), n in cells.items() if r == c) / 490)
     top5 = sum(label in sorted(range(7), key=lambda c: -row[c])[:5] for label, row, _ in samples)
     assert scores.top5 == pytest.approx(top5 / 490)
-    assert scores.loss == pytest.approx(-sum(math.log(shares[label]) for label, _, shares in samples) / 490, rel=1e-6)
+    assert scores.loss == pytest.approx(
+        -sum(math.log(shares[label]) for label, _, shares in samples) / 490, rel=1e-6
+    )
     error = 0.0
     for number in range(NUM_BINS):
         chosen = [
@@ -92,21 +103,29 @@ def test_a_model_that_diverged_has_scores() -> None:
 def test_classes_have_precision_recall_and_support() -> None:
     logits, labels = answers()
     scores = scores_of(logits, labels)
-    predictions, known = logits.argmax(1), labels >= 0
+    predictions = logits.argmax(1)
+    known = labels >= 0
     for number, (name, values) in enumerate(scores.per_class().items()):
         right = int(((predictions == number) & (labels == number)).sum())
-        given, own = int(((predictions == number) & known).sum()), int((labels == number).sum())
+        given = int(((predictions == number) & known).sum())
+        own = int((labels == number).sum())
         assert name == NAMES[number]
         assert values["support"] == own
         assert values["precision"] == (right / given if given else None)
         assert values["recall"] == (right / own if own else None)
-    assert scores.per_class()["never"] == {"precision": None, "recall": None, "f1": None, "support": 0}
+    assert scores.per_class()["never"] == {
+        "precision": None,
+        "recall": None,
+        "f1": None,
+        "support": 0,
+    }
 
 
 def test_mistakes_begin_with_the_worst_and_have_some_of_each_pair() -> None:
     logits, labels = answers(3000)
     scores = scores_of(logits, labels)
-    mistakes, wrong = scores.mistakes(), scores.rows[~scores.is_correct]
+    mistakes = scores.mistakes()
+    wrong = scores.rows[~scores.is_correct]
     assert len(wrong) > 2 * WORST
     assert mistakes[:WORST].equal(wrong[wrong[:, 3].argsort(descending=True)][:WORST])
     assert (mistakes[:-1, 3] >= mistakes[1:, 3]).all()
@@ -134,9 +153,12 @@ def test_rows_are_the_same_at_any_number_of_ranks(count: int) -> None:
 def write(folder: Path, *, seed: int = 0, count: int = 500, names: list[str] = NAMES) -> Scores:
     scores = Scores(rows_of(*answers(count, seed=seed)).rows(), names)
     write_evaluation(
-        folder, scores, {"split": "test"}, paths=lambda number: f"p/{number}.png",
+        folder,
+        scores,
+        {"split": "test"},
+        paths=lambda number: f"p/{number}.png",
         read=lambda ids: torch.full((len(ids), 1, 8, 8), 7, dtype=torch.uint8),
-    )  # fmt: skip
+    )
     return scores
 
 
@@ -144,7 +166,12 @@ def test_the_files_have_the_scores(tmp_path: Path) -> None:
     folder = tmp_path / "evaluation/best-test"
     scores = write(folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "confusion_matrix.csv", "confusion_matrix.png", "metrics.json", "mistakes", "mistakes.json"]  # fmt: skip
+        "confusion_matrix.csv",
+        "confusion_matrix.png",
+        "metrics.json",
+        "mistakes",
+        "mistakes.json",
+    ]
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics == {"split": "test", **scores.values()}
     with open(folder / "confusion_matrix.csv", newline="") as file:
@@ -186,13 +213,16 @@ def _write_for_ever(folder: Path, started: Path) -> None:
 def test_a_kill_while_files_are_written_leaves_the_old_ones(tmp_path: Path) -> None:
     write(tmp_path / "best-test")
     before = (tmp_path / "best-test/metrics.json").read_bytes()
-    process = forkserver().Process(target=_write_for_ever, args=(tmp_path / "best-test", tmp_path / "started"))
+    process = forkserver().Process(
+        target=_write_for_ever, args=(tmp_path / "best-test", tmp_path / "started")
+    )
     process.start()
     wait_for((tmp_path / "started").exists)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / "best-test/metrics.json").read_bytes() == before
-    (tmp_path / "best-test").rename(tmp_path / ".best-test.old")  # as a kill between the two renames
+    # as a kill between the two renames
+    (tmp_path / "best-test").rename(tmp_path / ".best-test.old")
     with pytest.raises(RuntimeError), replace_folder(tmp_path / "best-test"):
         raise RuntimeError
     assert (tmp_path / "best-test/metrics.json").read_bytes() == before
@@ -201,8 +231,10 @@ def test_a_kill_while_files_are_written_leaves_the_old_ones(tmp_path: Path) -> N
 def test_new_files_that_were_removed_leave_the_old_ones(tmp_path: Path) -> None:
     with replace_folder(tmp_path / "evaluation") as new:
         (new / "old.txt").touch()
-    with pytest.raises(ConfigError, match="evaluation cannot be written: No such file"), \
-            replace_folder(tmp_path / "evaluation") as new:  # fmt: skip
+    with (
+        pytest.raises(ConfigError, match="evaluation cannot be written: No such file"),
+        replace_folder(tmp_path / "evaluation") as new,
+    ):
         shutil.rmtree(new)
     assert (tmp_path / "evaluation" / "old.txt").exists()
 
@@ -212,7 +244,9 @@ def test_a_full_disk_is_one_line_and_the_old_files_stay(small_disk: Path) -> Non
     before = (small_disk / "best-test/metrics.json").read_bytes()
     with suppress(OSError):
         (small_disk / "ballast").write_bytes(bytes(4 * 2**20))
-    with pytest.raises((ConfigError, RuntimeError), match=r"best-test cannot be written: .*[Nn]o space"):
+    with pytest.raises(
+        (ConfigError, RuntimeError), match=r"best-test cannot be written: .*[Nn]o space"
+    ):
         write(small_disk / "best-test", seed=1, count=5000)
     assert (small_disk / "best-test/metrics.json").read_bytes() == before
     assert not list(small_disk.glob(".best*"))
@@ -229,7 +263,11 @@ def test_the_matrix_is_blue_on_the_diagonal_and_orange_beside_it() -> None:
     confusion = torch.tensor([[10, 0, 0], [0, 0, 10], [0, 0, 0]])
     picture = read_png(confusion_png(confusion, ["a", "b", "c"]))
     cell = 64
-    corners = {(r, c): tuple(picture[170 + cell * r + 4, 170 + cell * c + 4]) for r in range(3) for c in range(3)}
+    corners = {
+        (r, c): tuple(picture[170 + cell * r + 4, 170 + cell * c + 4])
+        for r in range(3)
+        for c in range(3)
+    }
     assert corners.pop((0, 0)) == (31, 119, 180)
     assert corners.pop((1, 2)) == (214, 96, 20)
     assert set(corners.values()) == {(255, 255, 255)}

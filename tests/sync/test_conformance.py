@@ -1,4 +1,6 @@
-"""Conformance: with every strategy, at every world size, training is that of one process on the whole batch."""
+"""Conformance: with every strategy, at every world size, training is that of one process on the
+whole batch.
+"""
 
 import functools
 import itertools
@@ -46,12 +48,22 @@ STRATEGIES: dict[str, Callable[[int], SyncConfig]] = {
     "local_sgd": lambda ranks: LocalSGDConfig(every_steps=1),
     "replicas": lambda ranks: ReplicasConfig(devices=["cpu"] * ranks),
 }
-"""The config of each strategy for so many ranks, or replicas; all of them are held to the same law."""
+"""The config of each strategy for so many ranks, or replicas; all of them are held to the same law.
+"""
 
-SHAPE, STEPS, GLOBAL_BATCH_SIZE = (1, 12, 12), 4, 13  # 13 divides by no number of ranks
+# 13 divides by no number of ranks
+SHAPE = (1, 12, 12)
+STEPS = 4
+GLOBAL_BATCH_SIZE = 13
 FROZEN = "0.weight"
 WORLD_OF_ONE = World(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"), backend="gloo", num_threads=1
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    device=torch.device("cpu"),
+    backend="gloo",
+    num_threads=1,
 )
 Parameters = dict[str, np.ndarray]
 Case = tuple[str, str]
@@ -66,8 +78,12 @@ def lenet() -> nn.Module:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "sgd": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
-    "adamw": lambda model: AdamW(model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.01, fused=True),
+    "sgd": lambda model: SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True
+    ),
+    "adamw": lambda model: AdamW(
+        model.parameters(), lr=0.01, eps=1e-3, weight_decay=0.01, fused=True
+    ),
 }
 """With Adam's usual eps, 1e-8, the rounding of a tiny gradient becomes a step of full size."""
 
@@ -96,12 +112,18 @@ def train_alone(optimizer_name: str) -> Parameters:
 
 
 def train_shares(strategies: dict[str, SyncConfig]) -> dict[Case, list[Parameters]]:
-    """Return, for each case, the parameters after training whole shares and in microbatches, and local gradients."""
+    """Return, for each case, the parameters after training whole shares and in microbatches, and
+    local gradients.
+    """
     results = {}
     with in_process_group() as world:
         for (name, config), optimizer_name in itertools.product(strategies.items(), OPTIMIZERS):
-            whole, _ = train_share(build_sync(config, world), world, optimizer_name, accumulation_steps=1)
-            parts = train_share(build_sync(config, world), world, optimizer_name, accumulation_steps=3)
+            whole, _ = train_share(
+                build_sync(config, world), world, optimizer_name, accumulation_steps=1
+            )
+            parts = train_share(
+                build_sync(config, world), world, optimizer_name, accumulation_steps=3
+            )
             results[name, optimizer_name] = [whole, *parts]
     return results
 
@@ -112,7 +134,11 @@ class RecordingStep(TrainStep):
     local: Parameters
 
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        self.local = {name: p.grad.numpy().copy() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.local = {
+            name: p.grad.numpy().copy()
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        }
         return super().backward(images, labels)
 
 
@@ -125,7 +151,9 @@ def train_share(
     """
     model = lenet()
     optimizer = OPTIMIZERS[optimizer_name](model)
-    settings = StepSettings(global_batch_size=GLOBAL_BATCH_SIZE, gradient_accumulation_steps=accumulation_steps)
+    settings = StepSettings(
+        global_batch_size=GLOBAL_BATCH_SIZE, gradient_accumulation_steps=accumulation_steps
+    )
     constant = LambdaLR(optimizer, lambda step: 1.0)
     step = RecordingStep(model, sync, optimizer, constant, settings=settings, world=world)
     model.train()
@@ -137,17 +165,25 @@ def train_share(
 
 @functools.cache
 def together(processes: int, replicas: int) -> list[dict[Case, list[Parameters]]]:
-    """Return the results of the strategies that run in so many processes, by rank; `replicas`: those of one process."""
+    """Return the results of the strategies that run in so many processes, by rank; `replicas`:
+    those of one process.
+    """
     configs = {name: config(replicas) for name, config in STRATEGIES.items()}
     in_one = processes < replicas
-    chosen = {name: config for name, config in configs.items() if replicas == 1 or config.single_process == in_one}
+    chosen = {
+        name: config
+        for name, config in configs.items()
+        if replicas == 1 or config.single_process == in_one
+    }
     return on_ranks(processes, train_shares, chosen, deadline=120)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_strategy_trains_as_one_process_on_the_whole_batch(strategy: str, ranks: int, optimizer_name: str) -> None:
+def test_a_strategy_trains_as_one_process_on_the_whole_batch(
+    strategy: str, ranks: int, optimizer_name: str
+) -> None:
     if strategy == "local_sgd" and optimizer_name == "adamw":
         return  # the mean of Adam's updates is not the update of the mean
     processes = 1 if strategy == "replicas" else ranks
@@ -156,10 +192,15 @@ def test_a_strategy_trains_as_one_process_on_the_whole_batch(strategy: str, rank
         replicas: list[Parameters] = [answer[way == "microbatches"] for answer in answers]
         for name, expected in train_alone(optimizer_name).items():
             for replica in replicas[1:]:
-                assert replica[name].tobytes() == replicas[0][name].tobytes(), f"{name} differs between ranks, {way}"
-            torch.testing.assert_close(torch.from_numpy(replicas[0][name]), torch.from_numpy(expected))
+                assert replica[name].tobytes() == replicas[0][name].tobytes(), (
+                    f"{name} differs between ranks, {way}"
+                )
+            torch.testing.assert_close(
+                torch.from_numpy(replicas[0][name]), torch.from_numpy(expected)
+            )
         assert replicas[0][FROZEN].tobytes() == train_alone(optimizer_name)[FROZEN].tobytes()
-    gradients = [answer[2] for answer in answers]  # no_sync kept them local: ranks saw different images
+    # no_sync kept them local: ranks saw different images
+    gradients = [answer[2] for answer in answers]
     for name, expected in gradients[0].items():
         for other in gradients[1:]:
             assert other[name].tobytes() != expected.tobytes(), f"{name} travelled under no_sync"
@@ -182,16 +223,22 @@ def ring_sums(lengths: tuple[int, ...]) -> list[bytes]:
 def test_the_ring_adds_up_vectors_of_any_length(ranks: int) -> None:
     lengths = (0, 1, 2, 3, 5, 7, 64, 1001)
     for length, *sums in zip(lengths, *on_ranks(ranks, ring_sums, lengths), strict=True):
-        expected = ranks * torch.arange(length, dtype=torch.float32) + sum(10.0**rank for rank in range(ranks))
+        expected = ranks * torch.arange(length, dtype=torch.float32) + sum(
+            10.0**rank for rank in range(ranks)
+        )
         assert len(set(sums)) == 1
-        np.testing.assert_allclose(np.frombuffer(sums[0], dtype=np.float32), expected.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.frombuffer(sums[0], dtype=np.float32), expected.numpy(), rtol=1e-6
+        )
 
 
 def test_keys_are_balanced_over_their_owners_by_size() -> None:
     store = KeyValueStore(WORLD_OF_ONE, num_servers=3)
     sizes = {"a": 100, "b": 60, "c": 50, "d": 40, "e": 5, "f": 5}
     store.init({key: torch.zeros(size) for key, size in sizes.items()})
-    loads = [sum(size for key, size in sizes.items() if store.owner[key] == owner) for owner in range(3)]
+    loads = [
+        sum(size for key, size in sizes.items() if store.owner[key] == owner) for owner in range(3)
+    ]
     assert loads == [100, 70, 90]
 
 
@@ -205,7 +252,9 @@ def test_a_batch_smaller_than_the_number_of_replicas_is_split_as_far_as_it_goes(
 
 def normed(rank: int) -> nn.Module:
     """Return a model whose running statistics are those of rank `rank`."""
-    model = nn.Sequential(nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3), nn.BatchNorm2d(2))
+    model = nn.Sequential(
+        nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3), nn.BatchNorm2d(2)
+    )
     random = torch.Generator().manual_seed(rank)
     for buffer in model.buffers():
         if buffer.is_floating_point():

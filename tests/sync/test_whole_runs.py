@@ -1,4 +1,6 @@
-"""World-size invariance and resume for every strategy, with the whole trainer; and the errors of strategies."""
+"""World-size invariance and resume for every strategy, with the whole trainer; and the errors of
+strategies.
+"""
 
 import functools
 import shutil
@@ -7,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records, train_all, trained_state
+from runs import (
+    TINY,
+    assert_bitwise,
+    compose,
+    newest_checkpoint,
+    read_summary,
+    records,
+    train_all,
+    trained_state,
+)
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.training.run import run
@@ -21,32 +32,58 @@ STRATEGIES = {
     "parameter_server-two": ("sync=parameter_server", "sync.num_servers=2"),
     "local_sgd": ("sync=local_sgd", "sync.every_steps=1"),
 }
-OPTIMIZERS = {"sgd": (), "clipped": ("max_grad_norm=0.5",), "adamw": ("optimizer=adamw", "optimizer.eps=1e-3")}
+OPTIMIZERS = {
+    "sgd": (),
+    "clipped": ("max_grad_norm=0.5",),
+    "adamw": ("optimizer=adamw", "optimizer.eps=1e-3"),
+}
 """With Adam's usual eps, 1e-8, the rounding of a tiny gradient becomes a step of full size."""
-CASES = ["ddp-sgd", "ddp-clipped", "ddp-adamw", "allreduce-clipped", "allreduce-parameter-clipped", "ring-clipped",
-         "parameter_server-clipped", "parameter_server-adamw", "parameter_server-two-clipped",
-         "parameter_server-two-adamw", "local_sgd-sgd"]  # fmt: skip
+CASES = [
+    "ddp-sgd",
+    "ddp-clipped",
+    "ddp-adamw",
+    "allreduce-clipped",
+    "allreduce-parameter-clipped",
+    "ring-clipped",
+    "parameter_server-clipped",
+    "parameter_server-adamw",
+    "parameter_server-two-clipped",
+    "parameter_server-two-adamw",
+    "local_sgd-sgd",
+]
 """Of local SGD with clipping or Adam, the mean of the updates is not the update of the mean."""
-RUN = (*TINY, "checkpoint.every_steps=3", "checkpoint.keep_last=100", "data.augment.random_crop_padding=2")
+RUN = (
+    *TINY,
+    "checkpoint.every_steps=3",
+    "checkpoint.keep_last=100",
+    "data.augment.random_crop_padding=2",
+)
 
 
 def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
     sync, optimizer = case.rsplit("-", 1)
     overrides = (*RUN, *STRATEGIES[sync], *OPTIMIZERS[optimizer], f"name={case}")
-    return tuple("sync.num_servers=1" if ranks == 1 and word == "sync.num_servers=2" else word for word in overrides)
+    return tuple(
+        "sync.num_servers=1" if ranks == 1 and word == "sync.num_servers=2" else word
+        for word in overrides
+    )
 
 
-# --- world-size invariance ------------------------------------------------------------------------------------
+# --- world-size invariance ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that trains every case on so many ranks and returns the folder of their runs."""
+    """Return a function that trains every case on so many ranks and returns the folder of their
+    runs.
+    """
 
     @functools.cache
     def train(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"W{ranks}")
-        train_all(ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={folder}") for case in CASES])
+        train_all(
+            ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={folder}") for case in CASES]
+        )
         return folder
 
     return train
@@ -59,7 +96,10 @@ def test_a_strategy_trains_alike_at_any_world_size_and_as_ddp_does(
 ) -> None:
     run = trained(ranks) / case
     for other in (trained(1) / case, trained(ranks) / f"ddp-{case.rsplit('-', 1)[1]}"):
-        digests = [[record["samples/digest"] for record in records(one, "samples/digest")] for one in (run, other)]
+        digests = [
+            [record["samples/digest"] for record in records(one, "samples/digest")]
+            for one in (run, other)
+        ]
         assert digests[0] == digests[1]
         for key in ("model", "optimizer"):
             torch.testing.assert_close(tensors_of(run, key), tensors_of(other, key))
@@ -88,39 +128,72 @@ def test_killed_after_a_save_and_resumed_is_bitwise_the_same(
 ) -> None:
     for case in CASES:
         cut_back(trained(ranks) / case, 3, to=tmp_path / case)
-    train_all(ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={tmp_path}") for case in CASES])
+    train_all(
+        ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={tmp_path}") for case in CASES]
+    )
     for case in CASES:
         assert_bitwise(trained_state(trained(ranks) / case), trained_state(tmp_path / case))
         steps = [
-            [record["step"] for record in records(folder / case) if "launch/world_size" not in record]
+            [
+                record["step"]
+                for record in records(folder / case)
+                if "launch/world_size" not in record
+            ]
             for folder in (trained(ranks), tmp_path)
         ]
         assert steps[0] == steps[1], "what was logged after the save is logged once"
 
 
-def test_a_servers_optimizer_goes_on_with_other_owners(trained: Callable[[int], Path], tmp_path: Path) -> None:
+def test_a_servers_optimizer_goes_on_with_other_owners(
+    trained: Callable[[int], Path], tmp_path: Path
+) -> None:
     case = "parameter_server-adamw"
     cut_back(trained(2) / case, 3, to=tmp_path / case)
     train_all(4, [(*overrides_of(case, ranks=4), f"output_dir={tmp_path}", "sync.num_servers=3")])
     for key in ("model", "optimizer"):
-        torch.testing.assert_close(tensors_of(trained(2) / case, key), tensors_of(tmp_path / case, key))
+        torch.testing.assert_close(
+            tensors_of(trained(2) / case, key), tensors_of(tmp_path / case, key)
+        )
 
 
 def test_a_server_keeps_the_state_of_parameter_groups_apart(tmp_path: Path) -> None:
     common = (*RUN, "optimizer=lars", f"output_dir={tmp_path}")
     server = (*common, "sync=parameter_server", "sync.num_servers=2")
-    train_all(2, [(*common, "name=ddp"), (*server, "name=whole"), (*server, "name=parts", "max_steps=3"),
-                  (*server, "name=parts")])  # fmt: skip
+    train_all(
+        2,
+        [
+            (*common, "name=ddp"),
+            (*server, "name=whole"),
+            (*server, "name=parts", "max_steps=3"),
+            (*server, "name=parts"),
+        ],
+    )
     whole = trained_state(tmp_path / "whole")
     torch.testing.assert_close(trained_state(tmp_path / "ddp")["optimizer"], whole["optimizer"])
     assert_bitwise(whole, trained_state(tmp_path / "parts"))
 
 
 def test_local_sgd_is_saved_where_ranks_are_equal_and_goes_on_from_there(tmp_path: Path) -> None:
-    overrides = (*RUN, "sync=local_sgd", "sync.every_steps=2", "optimizer=adamw", f"output_dir={tmp_path}")
+    overrides = (
+        *RUN,
+        "sync=local_sgd",
+        "sync.every_steps=2",
+        "optimizer=adamw",
+        f"output_dir={tmp_path}",
+    )
     train_all(2, [(*overrides, "name=whole")])
-    saved = sorted(int(path.stem[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*.pt"))
-    assert saved == [4, 6, 8, 10, 12, 16]  # due at 3, 6, 9, 12, 15 and where the epochs of 8 steps end
+    saved = sorted(
+        int(path.stem[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*.pt")
+    )
+    # due at 3, 6, 9, 12, 15 and where the epochs of 8 steps end
+    assert saved == [
+        4,
+        6,
+        8,
+        10,
+        12,
+        16,
+    ]
     for step in (4, 10):
         cut_back(tmp_path / "whole", step, to=tmp_path / f"parts{step}")
     train_all(2, [(*overrides, "name=parts4"), (*overrides, "name=parts10")])
@@ -134,9 +207,18 @@ def test_local_sgd_is_saved_where_ranks_are_equal_and_goes_on_from_there(tmp_pat
 def test_replicas_train_as_one_process_and_resume(tmp_path: Path) -> None:
     common = (*RUN, f"output_dir={tmp_path}")
     three = (*common, "sync=replicas", "sync.devices=[cpu,cpu,cpu]")
-    train_all(1, [(*common, "sync=none", "name=alone"), (*three, "name=three"),
-                  (*three, "name=parts", "max_steps=3"), (*three, "name=parts")])  # fmt: skip
-    torch.testing.assert_close(tensors_of(tmp_path / "alone", "model"), tensors_of(tmp_path / "three", "model"))
+    train_all(
+        1,
+        [
+            (*common, "sync=none", "name=alone"),
+            (*three, "name=three"),
+            (*three, "name=parts", "max_steps=3"),
+            (*three, "name=parts"),
+        ],
+    )
+    torch.testing.assert_close(
+        tensors_of(tmp_path / "alone", "model"), tensors_of(tmp_path / "three", "model")
+    )
     assert_bitwise(trained_state(tmp_path / "three"), trained_state(tmp_path / "parts"))
 
 
@@ -152,21 +234,40 @@ LOSSY = {
 
 @pytest.mark.slow
 def test_lossy_strategies_reach_the_same_accuracy_on_digits(tmp_path: Path) -> None:
-    common = ("model=lenet", "data=digits", "epochs=20", "global_batch_size=64", "optimizer.lr=0.05",
-              "precision=fp32", f"output_dir={tmp_path}")  # fmt: skip
-    train_all(2, [(*common, "name=ddp"), *((*common, *extra, f"name={name}") for name, extra in LOSSY.items())])
+    common = (
+        "model=lenet",
+        "data=digits",
+        "epochs=20",
+        "global_batch_size=64",
+        "optimizer.lr=0.05",
+        "precision=fp32",
+        f"output_dir={tmp_path}",
+    )
+    train_all(
+        2,
+        [
+            (*common, "name=ddp"),
+            *((*common, *extra, f"name={name}") for name, extra in LOSSY.items()),
+        ],
+    )
     exact = read_summary(tmp_path / "ddp")["eval/top1"]
     assert exact > 0.97
     for name in LOSSY:
         assert abs(read_summary(tmp_path / name)["eval/top1"] - exact) <= 0.01, name
-    weights = {name: torch.cat([p.flatten() for p in tensors_of(tmp_path / name, "model").values()])
-               for name in ("ddp", *LOSSY)}  # fmt: skip
+    weights = {
+        name: torch.cat([p.flatten() for p in tensors_of(tmp_path / name, "model").values()])
+        for name in ("ddp", *LOSSY)
+    }
     for name in LOSSY:  # they are lossy: what was asked for is what ran
         assert not torch.equal(weights["ddp"], weights[name]), name
 
 
 def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None:
-    model = ("model=resnet18", "model.stem=imagenet")  # 45 MB, which of 4 MiB would be seven buckets
+    # 45 MB, which of 4 MiB would be seven buckets
+    model = (
+        "model=resnet18",
+        "model.stem=imagenet",
+    )
     hook = ("sync.comm_hook=powersgd", "sync.powersgd_warmup_steps=2", "max_steps=6")
     train_all(3, [(*TINY, *model, *hook, f"output_dir={tmp_path}", "name=run")])
     assert read_summary(tmp_path / "run")["steps"] == 6
@@ -178,9 +279,21 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "ranks", "message"),
     [
-        ("sync=replicas", 2, "sync=replicas runs in one process only, and there are 2 ranks: use sync=ddp"),
-        ("sync=data_parallel", 2, "sync=data_parallel runs in one process only, and there are 2 ranks"),
-        ("sync=parameter_server sync.num_servers=3", 2, "sync.num_servers=3 must be at most the world size"),
+        (
+            "sync=replicas",
+            2,
+            "sync=replicas runs in one process only, and there are 2 ranks: use sync=ddp",
+        ),
+        (
+            "sync=data_parallel",
+            2,
+            "sync=data_parallel runs in one process only, and there are 2 ranks",
+        ),
+        (
+            "sync=parameter_server sync.num_servers=3",
+            2,
+            "sync.num_servers=3 must be at most the world size",
+        ),
         ("sync=parameter_server precision=fp16", 2, "precision=fp16 needs all gradients"),
         ("sync=local_sgd precision=fp16", 1, "precision=fp16 needs all gradients"),
         ("sync=replicas sync.devices=[cpu,cuda:0]", 1, "must be a list of cpu, or of cuda:0"),
@@ -191,7 +304,9 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
         ("sync=local_sgd sync.every_steps=0", 2, "sync.every_steps=0 must be greater than 0"),
     ],
 )
-def test_a_strategy_that_cannot_run_there_is_refused(overrides: str, ranks: int, message: str) -> None:
+def test_a_strategy_that_cannot_run_there_is_refused(
+    overrides: str, ranks: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         compose(*overrides.split()).check_world_size(ranks)
 
@@ -203,6 +318,8 @@ def test_a_strategy_that_cannot_run_there_is_refused(overrides: str, ranks: int,
         (("sync=replicas", "sync.devices=['cuda:0']"), "sync.devices="),
     ],
 )
-def test_a_strategy_without_its_devices_is_refused(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_a_strategy_without_its_devices_is_refused(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         run(compose(*TINY, "device=cpu", *overrides, f"output_dir={tmp_path}"))

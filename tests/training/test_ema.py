@@ -1,4 +1,6 @@
-"""The moving average of the weights: that of the definition, after a stop too, and what is evaluated."""
+"""The moving average of the weights: that of the definition, after a stop too, and what is
+evaluated.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +15,15 @@ from ddp_trainer.data.loaders import Normalize
 from ddp_trainer.models import build_model
 
 DECAY = 0.7
-WORDS = (*TINY, *BATCHNORM, "data.num_train=48", "epochs=1", f"ema.decay={DECAY}", "checkpoint.every_steps=1",
-         "checkpoint.keep_last=9")  # fmt: skip
+WORDS = (
+    *TINY,
+    *BATCHNORM,
+    "data.num_train=48",
+    "epochs=1",
+    f"ema.decay={DECAY}",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=9",
+)
 
 
 def states(run_dir: Path) -> list[dict]:
@@ -23,16 +32,22 @@ def states(run_dir: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_average_is_that_of_its_definition_and_survives_a_stop(ranks: int, tmp_path: Path) -> None:
+def test_the_average_is_that_of_its_definition_and_survives_a_stop(
+    ranks: int, tmp_path: Path
+) -> None:
     common = (*WORDS, f"output_dir={tmp_path}")
-    train_all(ranks, [(*common, "name=whole"), (*common, "name=parts", "max_steps=2"), (*common, "name=parts")])
+    train_all(
+        ranks,
+        [(*common, "name=whole"), (*common, "name=parts", "max_steps=2"), (*common, "name=parts")],
+    )
     whole = states(tmp_path / "whole")
     assert [state["step"] for state in whole] == [1, 2, 3, 4]
     for before, after in pairwise(whole):
         for name, value in after["model"].items():
             if not value.is_floating_point():
                 assert torch.equal(after["ema"][name], value)
-            elif "running" not in name or ranks == 1:  # statistics differ over ranks, and files have their mean
+            # statistics differ over ranks, and files have their mean
+            elif "running" not in name or ranks == 1:
                 expected = DECAY * before["ema"][name] + (1 - DECAY) * value
                 torch.testing.assert_close(after["ema"][name], expected, rtol=1e-5, atol=1e-6)
     assert_bitwise(trained_state(tmp_path / "whole"), trained_state(tmp_path / "parts"))

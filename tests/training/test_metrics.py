@@ -12,12 +12,17 @@ CPU = torch.device("cpu")
 
 def test_sums_are_numpys() -> None:
     random = np.random.default_rng(0)
-    sums, logits, labels, losses = MetricSums(CPU), [], [], []
+    sums = MetricSums(CPU)
+    logits = []
+    labels = []
+    losses = []
     for size in (1, 5, 64):
         logits.append(random.normal(size=(size, 10)))
         labels.append(random.integers(10, size=size))
         losses.append(random.normal())
-        sums.add(torch.tensor(losses[-1]), torch.from_numpy(logits[-1]), torch.from_numpy(labels[-1]))
+        sums.add(
+            torch.tensor(losses[-1]), torch.from_numpy(logits[-1]), torch.from_numpy(labels[-1])
+        )
     correct = (np.concatenate(logits).argmax(1) == np.concatenate(labels)).sum()
     np.testing.assert_allclose(sums.vector.numpy(), [np.sum(losses), correct, 70])
 
@@ -86,8 +91,18 @@ def test_peak_memory_is_in_mebibytes() -> None:
     assert 50 < peak_memory_mb(CPU) < 100_000  # torch alone takes more than 50
 
 
-@pytest.mark.parametrize(("values", "rank"), [
-    ([7, 7, 7], None), ([7, 7, 9], 2), ([9, 7, 7], 0), ([7, 9], None), ([7, 7, 9, 9], None), ([7, 8, 9], None),
-])  # fmt: skip
-def test_a_rank_is_named_only_by_more_than_half_of_the_ranks(values: list[int], rank: int | None) -> None:
+@pytest.mark.parametrize(
+    ("values", "rank"),
+    [
+        ([7, 7, 7], None),
+        ([7, 7, 9], 2),
+        ([9, 7, 7], 0),
+        ([7, 9], None),
+        ([7, 7, 9, 9], None),
+        ([7, 8, 9], None),
+    ],
+)
+def test_a_rank_is_named_only_by_more_than_half_of_the_ranks(
+    values: list[int], rank: int | None
+) -> None:
     assert rank_outside_majority(values) == rank

@@ -20,12 +20,26 @@ from torch.optim.lr_scheduler import (
 )
 
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.optimizers import AdamWConfig, LAMBConfig, LARSConfig, OptimizerConfig, SGDConfig
-from ddp_trainer.config.schedulers import ConstantConfig, CosineConfig, OneCycleConfig, SchedulerConfig, StepConfig
+from ddp_trainer.config.optimizers import (
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
+from ddp_trainer.config.schedulers import (
+    ConstantConfig,
+    CosineConfig,
+    OneCycleConfig,
+    SchedulerConfig,
+    StepConfig,
+)
 from ddp_trainer.training.optimizers import build_optimizer
 from ddp_trainer.training.schedulers import lr_factor
 
-STEPS_PER_EPOCH, TOTAL_STEPS, PEAK = 7, 35, 0.3
+STEPS_PER_EPOCH = 7
+TOTAL_STEPS = 35
+PEAK = 0.3
 
 
 def optimizer_at(lr: float = PEAK) -> SGD:
@@ -43,7 +57,9 @@ def rates(scheduler: LRScheduler, steps: int = TOTAL_STEPS) -> list[float]:
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: SGD) -> LRScheduler:
-    return LambdaLR(optimizer, lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS))
+    return LambdaLR(
+        optimizer, lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS)
+    )
 
 
 def our_rates(config: SchedulerConfig, steps: int = TOTAL_STEPS) -> list[float]:
@@ -63,14 +79,19 @@ def warm_up(optimizer: SGD, *, steps: int) -> LRScheduler:
     ("config", "build_torchs"),
     [
         (ConstantConfig(), partial(ConstantLR, factor=1)),
-        (StepConfig(every_epochs=2, gamma=0.1), partial(StepLR, step_size=2 * STEPS_PER_EPOCH, gamma=0.1)),
+        (
+            StepConfig(every_epochs=2, gamma=0.1),
+            partial(StepLR, step_size=2 * STEPS_PER_EPOCH, gamma=0.1),
+        ),
         (CosineConfig(warmup_epochs=0, final_factor=0.0), cosine),
         (CosineConfig(warmup_epochs=0, final_factor=0.1), partial(cosine, final_factor=0.1)),
         (CosineConfig(warmup_epochs=1), partial(warm_up, steps=STEPS_PER_EPOCH)),
         (CosineConfig(warmup_epochs=1.5), partial(warm_up, steps=round(1.5 * STEPS_PER_EPOCH))),
     ],
 )
-def test_a_schedule_is_that_of_torch(config: SchedulerConfig, build_torchs: Callable[[SGD], LRScheduler]) -> None:
+def test_a_schedule_is_that_of_torch(
+    config: SchedulerConfig, build_torchs: Callable[[SGD], LRScheduler]
+) -> None:
     assert our_rates(config) == pytest.approx(rates(build_torchs(optimizer_at())))
 
 
@@ -78,9 +99,14 @@ def test_a_schedule_is_that_of_torch(config: SchedulerConfig, build_torchs: Call
 def test_onecycle_is_torchs_with_cosine_annealing(rise: float) -> None:
     total = 101  # torch peaks at step rise × total − 1, ours at rise × (total − 1): alike to a step
     torchs = OneCycleLR(
-        optimizer_at(), PEAK, total_steps=total, pct_start=rise, div_factor=25, final_div_factor=400,
+        optimizer_at(),
+        PEAK,
+        total_steps=total,
+        pct_start=rise,
+        div_factor=25,
+        final_div_factor=400,
         cycle_momentum=False,
-    )  # fmt: skip
+    )
     config = OneCycleConfig(rise=rise, initial_factor=1 / 25, final_factor=1 / (25 * 400))
     factor = lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, total_steps=total)
     ours = [PEAK * factor(step) for step in range(total)]
@@ -117,13 +143,18 @@ def test_scale_lr_applies_the_linear_rule() -> None:
 
 def test_the_optimizers_step_as_torchs_plain_ones() -> None:
     pairs = [
-        (SGDConfig(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-         lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=False)),
-        (AdamWConfig(lr=0.01, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.1),
-         lambda p: AdamW(p, 0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, foreach=False)),
-    ]  # fmt: skip
+        (
+            SGDConfig(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+            lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=False),
+        ),
+        (
+            AdamWConfig(lr=0.01, betas=[0.8, 0.9], eps=1e-6, weight_decay=0.1),
+            lambda p: AdamW(p, 0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1, foreach=False),
+        ),
+    ]
     for config, plain in pairs:
-        ours, theirs = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        ours = nn.Parameter(torch.ones(4))
+        theirs = nn.Parameter(torch.ones(4))
         optimizers = [build_optimizer(config, [ours], global_batch_size=1), plain([theirs])]
         for _ in range(3):
             for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
@@ -136,12 +167,15 @@ def test_the_optimizers_step_as_torchs_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("config", [LARSConfig(weight_decay=0.1), LAMBConfig(weight_decay=0.1)])
-def test_a_layer_moves_in_proportion_to_its_length_and_biases_do_not_decay(config: OptimizerConfig) -> None:
+def test_a_layer_moves_in_proportion_to_its_length_and_biases_do_not_decay(
+    config: OptimizerConfig,
+) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(20, 10)
     before = [parameter.detach().clone() for parameter in layer.parameters()]
     optimizer = build_optimizer(config, layer.parameters(), global_batch_size=256)
-    layer.weight.grad, layer.bias.grad = torch.randn(10, 20) * 1e6, torch.zeros(10)
+    layer.weight.grad = torch.randn(10, 20) * 1e6
+    layer.bias.grad = torch.zeros(10)
     optimizer.step()
     moved = (layer.weight.detach() - before[0]).norm()
     share = config.trust_coefficient if isinstance(config, LARSConfig) else 1.0
@@ -149,9 +183,14 @@ def test_a_layer_moves_in_proportion_to_its_length_and_biases_do_not_decay(confi
     assert torch.equal(layer.bias, before[1])
 
 
-def test_an_optimizer_whose_library_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_whose_library_is_missing_is_one_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "timm.optim", None)
     with pytest.raises(
-        ConfigError, match=r"optimizer=lars and optimizer=lamb need timm: pip install 'ddp_trainer\[large-batch\]'"
+        ConfigError,
+        match=(
+            r"optimizer=lars and optimizer=lamb need timm: pip install 'ddp_trainer\[large-batch\]'"
+        ),
     ):
         build_optimizer(LARSConfig(), nn.Linear(2, 2).parameters(), global_batch_size=256)

@@ -22,11 +22,13 @@ def read_png(content: bytes) -> np.ndarray:
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_a_grid_shows_the_pixels_before_normalization(channels: int) -> None:
     pixels = torch.randint(256, (5, channels, 8, 6), generator=torch.Generator().manual_seed(0))
-    mean, std = [0.5] * channels, [0.25] * channels
+    mean = [0.5] * channels
+    std = [0.25] * channels
     picture = read_png(grid_png((pixels / 255 - 0.5) / 0.25, mean=mean, std=std))
     assert picture.shape == (2 * 10 + 2, 3 * 8 + 2, 3)  # two rows of three, with a border of 2
     for number in range(5):
-        top, left = 2 + 10 * (number // 3), 2 + 8 * (number % 3)
+        top = 2 + 10 * (number // 3)
+        left = 2 + 8 * (number % 3)
         shown = picture[top : top + 8, left : left + 6]
         expected: Tensor = pixels[number] if channels == 3 else pixels[number, :1].expand(3, 8, 6)
         assert np.abs(shown.astype(int) - expected.permute(1, 2, 0).numpy()).max() <= 1
@@ -49,9 +51,13 @@ def test_tensorboard_has_pictures_of_the_start_and_of_evaluations(tmp_path: Path
     steps = {"train/class_sizes": [0], "train/first_batch": [0]}
     # the ends of launches, and epochs 1, 2, 4 …
     steps |= {tag: [3, 8, 16, 24] for tag in ("eval/confusion_matrix", "eval/mistakes")}
-    assert {tag: [image.step for image in events.Images(tag)] for tag in events.Tags()["images"]} == steps
+    assert {
+        tag: [image.step for image in events.Images(tag)] for tag in events.Tags()["images"]
+    } == steps
     for tag in steps:
-        assert all(read_png(image.encoded_image_string).std() > 5 for image in events.Images(tag)), tag
+        assert all(
+            read_png(image.encoded_image_string).std() > 5 for image in events.Images(tag)
+        ), tag
     for name in ("class_sizes", "first_batch"):
         [image] = events.Images(f"train/{name}")
         assert image.encoded_image_string == (tmp_path / f"run/pictures/{name}.png").read_bytes()

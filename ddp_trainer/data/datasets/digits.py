@@ -10,14 +10,16 @@ from ddp_trainer.data.datasets.idx import read_split
 
 
 def build_digits(config: DigitsConfig) -> Datasets:
-    """Return 1,797 handwritten digits of 8×8 pixels; every fifth image of a class is for evaluation.
+    """Return 1,797 handwritten digits of 8×8 pixels; every fifth image of a class is for
+    evaluation.
 
-    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, 1998, doi 10.24432/C50P49, CC BY 4.0 (the part that scikit-learn ships).
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
+    Learning Repository, 1998, doi 10.24432/C50P49, CC BY 4.0 (the part that scikit-learn ships).
     """
     digits = read_split(Path(__file__).parent, "digits")
     images = digits.images * 15  # 0 … 16 as stored, 0 … 240 as pixels
-    nth_of_class = one_hot(digits.labels).cumsum(0).gather(1, digits.labels[:, None])[:, 0]  # counted from 1
+    # counted from 1
+    nth_of_class = one_hot(digits.labels).cumsum(0).gather(1, digits.labels[:, None])[:, 0]
     held_out = nth_of_class % 5 == 0
     return Datasets(
         train=ImageTensors(images[~held_out], digits.labels[~held_out]),

@@ -18,14 +18,30 @@ NETWORK_SECONDS = 30.0
 LOCK_SECONDS = 600.0
 """How long a rank waits for another rank that downloads."""
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-FILES = tuple(f"{split}-{kind}-idx{number}-ubyte" for split in ("train", "t10k") for number, kind in KINDS.items())
-CLASS_NAMES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+FILES = tuple(
+    f"{split}-{kind}-idx{number}-ubyte"
+    for split in ("train", "t10k")
+    for number, kind in KINDS.items()
+)
+CLASS_NAMES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 
 
 def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
     """Return Fashion-MNIST: 60,000 training and 10,000 evaluation images of 28×28 pixels.
 
-    Raises ConfigError if an IDX file is missing in data.root (null: in the folder that `locate` finds) or not valid.
+    Raises ConfigError if an IDX file is missing in data.root (null: in the folder that `locate`
+    finds) or not valid.
 
     Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, 2017 (arXiv 1708.07747).
     """
@@ -36,24 +52,32 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
         datasets.check()
         return datasets
     except ValueError as error:  # a ConfigError is a ValueError
-        fix = "put the right files there" if config.root else "remove the folder, or set data.root to another folder"
+        fix = (
+            "put the right files there"
+            if config.root
+            else "remove the folder, or set data.root to another folder"
+        )
         raise ConfigError(f"data.root={config.root or 'null'}: {error}; {fix}") from error
 
 
 def locate(data_root: str | None) -> Path:
     """Return the folder with the four IDX files of Fashion-MNIST; ConfigError if there is none.
 
-    The folder is `data_root`; if that is None, that of Debian's package dataset-fashion-mnist, else of a download.
+    The folder is `data_root`; if that is None, that of Debian's package dataset-fashion-mnist, else
+    of a download.
     """
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
-    for folder in (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),):
+    for folder in (
+        (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),)
+    ):
         missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
         if not missing:
             return folder
         require(
             data_root is None,
-            f"data.root={data_root} must be a folder with Fashion-MNIST's four IDX files, gzipped or not: "
-            f"it {'lacks ' + ', '.join(missing) if os.path.isdir(folder) else 'is not a folder'}",
+            f"data.root={data_root} must be a folder with Fashion-MNIST's four IDX files, gzipped"
+            " or not: it"
+            f" {'lacks ' + ', '.join(missing) if os.path.isdir(folder) else 'is not a folder'}",
         )
     try:
         download(cache)
@@ -61,26 +85,34 @@ def locate(data_root: str | None) -> Path:
         if isinstance(error, TransientError):
             raise
         raise ConfigError(
-            f"the files of data=fashion_mnist are missing and the download into {cache} failed "
-            f"({' '.join(str(error).split())}): set data.root to a folder with the four IDX files, install Debian's "
-            f"dataset-fashion-mnist, which puts them into {DEBIAN_FOLDER}, or make the download possible"
+            f"the files of data=fashion_mnist are missing and the download into {cache} failed"
+            f" ({' '.join(str(error).split())}): set data.root to a folder with the four IDX files,"
+            f" install Debian's dataset-fashion-mnist, which puts them into {DEBIAN_FOLDER}, or"
+            " make the download possible"
         ) from error
     return cache
 
 
 def download(folder: Path) -> None:
-    """Download into `folder`, which is created when all files are verified; the processes of a node take turns."""
+    """Download into `folder`, which is created when all files are verified; the processes of a node
+    take turns.
+    """
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    holder = f"another process has been downloading {folder} for {LOCK_SECONDS:.0f} s: is it still running?"
+    holder = (
+        f"another process has been downloading {folder} for {LOCK_SECONDS:.0f} s: is it still"
+        " running?"
+    )
     with lock_file(folder.parent / f"{folder.name}.lock", seconds=LOCK_SECONDS, holder=holder):
         if folder.is_dir():
             return
         limit = socket.getdefaulttimeout()
         socket.setdefaulttimeout(NETWORK_SECONDS)  # torchvision sets no timeout
         try:
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            with tempfile.TemporaryDirectory(
+                dir=folder.parent, prefix=f".{folder.name}-"
+            ) as scratch:
                 FashionMNIST(scratch, download=True)  # checks each file's MD5
                 raw = Path(scratch) / "FashionMNIST" / "raw"
                 for archive in raw.glob("*.gz"):

@@ -1,4 +1,6 @@
-"""Images in one folder per class: train/<class> and val/<class>, or just <class> and a random validation split."""
+"""Images in one folder per class: train/<class> and val/<class>, or just <class> and a random
+validation split.
+"""
 
 from pathlib import Path
 
@@ -13,17 +15,29 @@ EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 
 def build_image_folder(config: ImageFolderConfig) -> Datasets:
-    """Return the images in data.root; ConfigError if images are missing or the folders are not as they must be."""
+    """Return the images in data.root; ConfigError if images are missing or the folders are not as
+    they must be.
+    """
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
     root = Path(config.root or "").expanduser()
-    require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
+    require(
+        root.is_dir(),
+        f"data.root={config.root} must be a folder of images, and there is no such folder",
+    )
     train_folder, eval_folder = find_splits(root, is_split=config.validation_fraction > 0)
     cache_dir = cache_folder(config)
     train = load_index(train_folder, cache_dir)
     count = len(train.class_names)
-    require(count > 1, f"{train_folder} must have at least 2 folders, one for each class, and has {count}")
+    require(
+        count > 1,
+        f"{train_folder} must have at least 2 folders, one for each class, and has {count}",
+    )
     for name, images in zip(train.class_names, train.counts.tolist(), strict=True):
-        require(images > 0, f"{train_folder / name} has no image: fill or remove the folder; images are {IMAGE_FILES}")
+        require(
+            images > 0,
+            f"{train_folder / name} has no image: fill or remove the folder; images are"
+            f" {IMAGE_FILES}",
+        )
     evaluation = None if eval_folder is None else load_index(eval_folder, cache_dir)
     if evaluation is not None:
         check_evaluation(evaluation, train.class_names)
@@ -34,44 +48,58 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
 
 
 def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
-    """Return the images of data.root to evaluate, from the first of these that exists: test, valid, validation, val.
+    """Return the images of data.root to evaluate, from the first of these that exists: test, valid,
+    validation, val.
 
-    If none exists, they are the images of the class folders in data.root. Raises ConfigError if data.root is no folder,
-    there is no image, or a class is not in `class_names`.
+    If none exists, they are the images of the class folders in data.root. Raises ConfigError if
+    data.root is no folder, there is no image, or a class is not in `class_names`.
     """
     root = Path(config.root or "").expanduser()
-    require(root.is_dir(), f"data.root={config.root} must be a folder of images, and there is no such folder")
-    folder = next((root / name for name in EVALUATION_FOLDERS[::-1] if (root / name).is_dir()), root)
+    require(
+        root.is_dir(),
+        f"data.root={config.root} must be a folder of images, and there is no such folder",
+    )
+    folder = next(
+        (root / name for name in EVALUATION_FOLDERS[::-1] if (root / name).is_dir()), root
+    )
     files = load_index(folder, cache_folder(config))
     check_evaluation(files, class_names)
     return image_files(files, class_names, config)
 
 
 def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
-    """Return the images of `files` as one split (training or evaluation), with a cache if `config` asks for one."""
+    """Return the images of `files` as one split (training or evaluation), with a cache if `config`
+    asks for one.
+    """
     min_crop_area = config.augment.random_resized_crop or 1.0
-    images = ImageFiles(files, class_names, image_size=config.image_size, min_crop_area=min_crop_area)
+    images = ImageFiles(
+        files, class_names, image_size=config.image_size, min_crop_area=min_crop_area
+    )
     if config.cache is Cache.uint8:
         images.open_cache(cache_folder(config))
     return images
 
 
 def cache_folder(config: ImageFilesConfig) -> Path:
-    """Return the folder for lists of files and caches: data.cache_dir, or by default the user's cache folder."""
+    """Return the folder for lists of files and caches: data.cache_dir, or by default the user's
+    cache folder.
+    """
     return user_cache() if config.cache_dir is None else Path(config.cache_dir).expanduser()
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folder of training images and that of evaluation images. is_split: None for the second.
+    """Return the folder of training images and that of evaluation images. is_split: None for the
+    second.
 
-    Evaluation images are then a part of the training images (data.validation_fraction). ConfigError if a folder is
-    missing.
+    Evaluation images are then a part of the training images (data.validation_fraction). ConfigError
+    if a folder is missing.
     """
     if not (root / "train").is_dir():
         require(
             is_split,
-            f"data.root={root} has no folder train: make {root}/train/<class> and {root}/val/<class>, or split the "
-            "existing class folders with data.validation_fraction=0.2",
+            f"data.root={root} has no folder train: make {root}/train/<class> and"
+            f" {root}/val/<class>, or split the existing class folders with"
+            " data.validation_fraction=0.2",
         )
         return root, None
     if is_split:
@@ -79,18 +107,20 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
     evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
     require(
         evaluation is not None,
-        f"data.root={root} has none of the folders {', '.join(EVALUATION_FOLDERS)}: make one, or set "
-        "data.validation_fraction=0.2",
+        f"data.root={root} has none of the folders {', '.join(EVALUATION_FOLDERS)}: make one, or"
+        " set data.validation_fraction=0.2",
     )
     return root / "train", evaluation
 
 
 def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
-    """Check that `files` has images, and no class that is not in `class_names`; ConfigError if not."""
+    """Check that `files` has images, and no class that is not in `class_names`;
+    ConfigError if not.
+    """
     unknown = [name for name in files.class_names if name not in set(class_names)]
     require(
         not unknown,
-        f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not have: remove it, or "
-        "add images of this class to the training images",
+        f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not"
+        " have: remove it, or add images of this class to the training images",
     )
     require(len(files) > 0, f"{files.root} has no images: add {IMAGE_FILES}")

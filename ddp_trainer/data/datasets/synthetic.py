@@ -8,10 +8,15 @@ from ddp_trainer.distributed.seeding import generator
 
 
 def build_synthetic(config: SyntheticConfig) -> Datasets:
-    """Return noisy copies of one random pattern per class, made from the config alone, so equal on every rank."""
+    """Return noisy copies of one random pattern per class, made from the config alone, so equal on
+    every rank.
+    """
     shape = (config.channels, config.height, config.width)
     patterns = torch.randint(
-        256, (config.num_classes, *shape), dtype=torch.uint8, generator=generator(config.seed, purpose="patterns")
+        256,
+        (config.num_classes, *shape),
+        dtype=torch.uint8,
+        generator=generator(config.seed, purpose="patterns"),
     )
 
     def split(count: int, purpose: str) -> ImageTensors:

@@ -1,4 +1,6 @@
-"""Hydra launchers: they run each job of a sweep in its own processes, on this machine or on a SLURM cluster."""
+"""Hydra launchers: they run each job of a sweep in its own processes, on this machine or on a SLURM
+cluster.
+"""
 
 from hydra.core.config_store import ConfigStore
 
@@ -7,6 +9,8 @@ from ddp_trainer.launch.launchers.torchrun import TorchrunLauncherConfig
 
 
 def register_launchers() -> None:
-    """Register ``hydra/launcher=torchrun`` and ``slurm`` in this process, not in every program that uses Hydra."""
+    """Register ``hydra/launcher=torchrun`` and ``slurm`` in this process, not in every program that
+    uses Hydra.
+    """
     for name, schema in (("torchrun", TorchrunLauncherConfig), ("slurm", SlurmLauncherConfig)):
         ConfigStore.instance().store(group="hydra/launcher", name=name, node=schema)

@@ -29,16 +29,21 @@ class TorchrunLauncherConfig:
 
     _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
     nproc_per_node: int | None = field(default=None, metadata=POSITIVE)
-    """Ranks per job; null: one per GPU of the job, or without GPUs the number of usable cores / max_parallel."""
+    """Ranks per job; null: one per GPU of the job, or without GPUs the number of usable cores /
+    max_parallel.
+    """
     max_parallel: int = field(default=1, metadata=POSITIVE)
     """Number of jobs that run at the same time; GPUs and cores are split between them."""
 
 
 class TorchrunLauncher(JobLauncher):
-    """Runs each job in its own torchrun, up to `max_parallel` jobs at a time; Ctrl-C stops all jobs gracefully."""
+    """Runs each job in its own torchrun, up to `max_parallel` jobs at a time; Ctrl-C stops all jobs
+    gracefully.
+    """
 
     def __init__(self, nproc_per_node: int | None, max_parallel: int) -> None:
-        self.nproc_per_node, self.max_parallel = nproc_per_node, max_parallel
+        self.nproc_per_node = nproc_per_node
+        self.max_parallel = max_parallel
 
     @cached_property
     def gpus(self) -> list[str]:
@@ -48,7 +53,9 @@ class TorchrunLauncher(JobLauncher):
         return visible_gpus(torch.cuda.device_count())
 
     def gpus_of(self, device: Device, slot: int) -> list[str]:
-        """Return the GPUs of the job in `slot`, 0 to ``max_parallel - 1``; an empty list if `device` is cpu."""
+        """Return the GPUs of the job in `slot`, 0 to ``max_parallel - 1``; an empty list if
+        `device` is cpu.
+        """
         if device is Device.cpu:
             return []
         share = len(self.gpus) // self.max_parallel
@@ -57,15 +64,24 @@ class TorchrunLauncher(JobLauncher):
     def world_size(self, device: Device) -> int:
         require(
             device is Device.cpu or not self.gpus or self.max_parallel <= len(self.gpus),
-            f"hydra.launcher.max_parallel={self.max_parallel} must be at most the number of GPUs, {len(self.gpus)}: "
-            "lower it, because each job needs a GPU, or set device=cpu",
+            f"hydra.launcher.max_parallel={self.max_parallel} must be at most the number of GPUs,"
+            f" {len(self.gpus)}: lower it, because each job needs a GPU, or set device=cpu",
         )
-        return self.nproc_per_node or len(self.gpus_of(device, 0)) or max(1, usable_cores() // self.max_parallel)
+        return (
+            self.nproc_per_node
+            or len(self.gpus_of(device, 0))
+            or max(1, usable_cores() // self.max_parallel)
+        )
 
     def run(self, jobs: Sequence[Job]) -> None:
         stop_file = read_environment().stop_file
-        queue, running = list(jobs), dict[int, Iterator[None]]()  # by slot
-        with tempfile.TemporaryDirectory(prefix="ddp_trainer-") as folder, GracefulStop(stop_file) as stop:
+        # by slot
+        queue = list(jobs)
+        running = dict[int, Iterator[None]]()
+        with (
+            tempfile.TemporaryDirectory(prefix="ddp_trainer-") as folder,
+            GracefulStop(stop_file) as stop,
+        ):
             while queue or running:
                 if stop.poll():
                     Path(folder, "stop").touch()
@@ -78,15 +94,21 @@ class TorchrunLauncher(JobLauncher):
                 time.sleep(POLL_SECONDS)
         if stop.is_set:
             done = sum(isinstance(job.result, float) for job in jobs)
-            print(f"stopped, {done} of {len(jobs)} jobs are done: the same command continues", flush=True)
+            print(
+                f"stopped, {done} of {len(jobs)} jobs are done: the same command continues",
+                flush=True,
+            )
             sys.exit(0)
 
     def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
-        """Run a job on share number `slot` of the GPUs: yield while it runs, print its output, set its result.
+        """Run a job on share number `slot` of the GPUs: yield while it runs, print its output, set
+        its result.
 
         folder: where the job file and the output of the job are written.
         """
-        prefix, log, line = f"{job.number}: " if self.max_parallel > 1 else "", folder / f"job-{job.number}.log", b""
+        prefix = f"{job.number}: " if self.max_parallel > 1 else ""
+        log = folder / f"job-{job.number}.log"
+        line = b""
         try:
             torchrun = self.start(job, slot, log)
         except OSError as error:  # a full disk, for example
@@ -100,18 +122,27 @@ class TorchrunLauncher(JobLauncher):
                 if code is not None and line:  # the last line may have no newline
                     lines.append(line)
                 with suppress(OSError):  # a lost terminal must not end the sweep
-                    print(*(f"{prefix}{line.decode(errors='replace')}\n" for line in lines), sep="", end="", flush=True)
+                    print(
+                        *(f"{prefix}{line.decode(errors='replace')}\n" for line in lines),
+                        sep="",
+                        end="",
+                        flush=True,
+                    )
         failure = last_error(log) or f"torchrun ended with exit code {code}"
         job.finish(failure if code else None)
 
     def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
         """Start torchrun for a job, on share number `slot` of the GPUs, and return the process.
 
-        torchrun writes to the file `log`, not to a pipe: wandb's service, for example, may keep a pipe open for longer.
+        torchrun writes to the file `log`, not to a pipe: wandb's service, for example, may keep a
+        pipe open for longer.
         """
-        config, ranks = job.config, self.world_size(job.config.device)
+        config = job.config
+        ranks = self.world_size(job.config.device)
         if self.max_parallel > 1 and config.num_threads == "auto":
-            config = replace(config, num_threads=max(1, usable_cores() // self.max_parallel // ranks))
+            config = replace(
+                config, num_threads=max(1, usable_cores() // self.max_parallel // ranks)
+            )
         job_file = log.with_suffix(".json")
         write_job(job_file, to_builtins(config), job.run_dir)
         variables = {
@@ -125,8 +156,22 @@ class TorchrunLauncher(JobLauncher):
             print(f"{job.label}: nproc_per_node={ranks}, {job.run_dir}", flush=True)
         with open(log, "wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "ddp_trainer.launch.agent", f"--nproc-per-node={ranks}", "--rdzv-backend=bound",
-                 "--rdzv-endpoint=127.0.0.1:0", "-m", "ddp_trainer", "train", f"job_file={job_file}"],
-                env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that Ctrl-C reaches only the sweep, which stops its jobs gracefully
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "ddp_trainer.launch.agent",
+                    f"--nproc-per-node={ranks}",
+                    "--rdzv-backend=bound",
+                    "--rdzv-endpoint=127.0.0.1:0",
+                    "-m",
+                    "ddp_trainer",
+                    "train",
+                    f"job_file={job_file}",
+                ],
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # so that Ctrl-C reaches only the sweep, which stops its jobs gracefully
+                start_new_session=True,
+            )

@@ -1,6 +1,7 @@
 """Four extensions of ddp_trainer: importing this module registers them.
 
-Builders are given by name, so that this module imports no torch: ``--help`` and errors in the config come at once.
+Builders are given by name, so that this module imports no torch: ``--help`` and errors in the
+config come at once.
 """
 
 from dataclasses import dataclass, field
@@ -65,4 +66,8 @@ class ReduceBroadcastConfig(SyncConfig):
 register_model("convmixer", ConvMixerConfig, builder="example_plugin.convmixer:build_convmixer")
 register_dataset("shapes", ShapesConfig, builder="example_plugin.shapes:build_shapes")
 register_logger("tag_files", TagFilesConfig, builder="example_plugin.tag_files:TagFilesLogger")
-register_sync("reduce_broadcast", ReduceBroadcastConfig, builder="example_plugin.reduce_broadcast:ReduceBroadcastSync")
+register_sync(
+    "reduce_broadcast",
+    ReduceBroadcastConfig,
+    builder="example_plugin.reduce_broadcast:ReduceBroadcastSync",
+)

@@ -13,19 +13,28 @@ class Residual(nn.Sequential):
         return input + super().forward(input)
 
 
-def build_convmixer(config: ConvMixerConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def build_convmixer(
+    config: ConvMixerConfig, *, image_shape: tuple[int, int, int], num_classes: int
+) -> nn.Module:
     channels, _, _ = image_shape
-    width, patch_size = config.width, config.patch_size
+    width = config.width
+    patch_size = config.patch_size
 
     def block() -> nn.Module:
         depthwise = nn.Conv2d(width, width, kernel_size=5, groups=width, padding="same")
         return nn.Sequential(
             Residual(depthwise, nn.GELU(), nn.BatchNorm2d(width)),
-            nn.Conv2d(width, width, kernel_size=1), nn.GELU(), nn.BatchNorm2d(width),
-        )  # fmt: skip
+            nn.Conv2d(width, width, kernel_size=1),
+            nn.GELU(),
+            nn.BatchNorm2d(width),
+        )
 
     return nn.Sequential(
-        nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size), nn.GELU(), nn.BatchNorm2d(width),
+        nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size),
+        nn.GELU(),
+        nn.BatchNorm2d(width),
         *(block() for _ in range(config.depth)),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes),
-    )  # fmt: skip
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, num_classes),
+    )

@@ -1,4 +1,6 @@
-"""Circles, squares and triangles that are drawn when they are read: a map-style data set of PIL images."""
+"""Circles, squares and triangles that are drawn when they are read: a map-style data set of PIL
+images.
+"""
 
 from random import Random
 
@@ -12,16 +14,21 @@ CLASS_NAMES = ["circle", "square", "triangle"]
 
 
 class Shapes(Dataset[tuple[Image.Image, int]]):
-    """`count` images; each is a function of the split and the index, so that it is the same on every rank."""
+    """`count` images; each is a function of the split and the index, so that it is the same on
+    every rank.
+    """
 
     def __init__(self, split: str, count: int, *, size: int) -> None:
-        self.split, self.count, self.size = split, count, size
+        self.split = split
+        self.count = count
+        self.size = size
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        label, random = index % len(CLASS_NAMES), Random(f"{self.split} {index}")
+        label = index % len(CLASS_NAMES)
+        random = Random(f"{self.split} {index}")
         background, colour = (tuple(random.choices(range(256), k=3)) for _ in range(2))
         image = Image.new("RGB", (self.size, self.size), background)
         radius = random.randint(self.size // 5, self.size // 3)

@@ -9,11 +9,13 @@ from example_plugin import TagFilesConfig
 
 class TagFilesLogger(Logger):
     def __init__(self, config: TagFilesConfig, run_dir: Path) -> None:
-        self.digits, self.folder = config.digits, run_dir / "tags"
+        self.digits = config.digits
+        self.folder = run_dir / "tags"
 
     def start(self, step: int) -> None:
         self.folder.mkdir(exist_ok=True)
-        for path in self.folder.glob("*.txt"):  # remove what a killed launch wrote after step `step`
+        # remove what a killed launch wrote after step `step`
+        for path in self.folder.glob("*.txt"):
             kept = [line for line in path.read_text().splitlines() if int(line.split()[0]) <= step]
             path.write_text("".join(f"{line}\n" for line in kept))
 
