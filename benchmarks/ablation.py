@@ -44,7 +44,7 @@ CHOICES = (
     Choice(name="NCHW instead of channels_last", overrides=("channels_last=false",)),
     Choice(
         name="freed memory returned to the system",
-        patch="import ddp_trainer.training.start as s; s.keep_freed_memory = lambda: None",
+        patch="import ddp_trainer.start as s; s.keep_freed_memory = lambda: None",
     ),
     Choice(
         name="foreach instead of fused SGD",
@@ -68,7 +68,7 @@ CHOICES = (
     Choice(
         name="no step timer",
         patch=(
-            "import ddp_trainer.performance.step_timer as t\n"
+            "import ddp_trainer.observers.step_timer as t\n"
             "t.StepTimer.enter = lambda self, phase: None\n"
             "t.StepTimer._gradients_ready = lambda self, parameter: None\n"
             "close = t.StepTimer.close_window\n"

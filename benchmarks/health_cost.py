@@ -31,7 +31,7 @@ def install(folder: Path, segment: int) -> None:
     """
     from torch import Tensor
 
-    from ddp_trainer.health.rank_reports import NUM_SENSORS, RankReports
+    from ddp_trainer.observers.rank_reports import NUM_SENSORS, RankReports
     from ddp_trainer.training.gradient_check import GradientCheck
     from ddp_trainer.training.step import TrainStep
 

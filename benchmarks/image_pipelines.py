@@ -169,8 +169,8 @@ def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
     from ddp_trainer.data.dataset import build_datasets
     from ddp_trainer.data.loaders import build_loaders
     from ddp_trainer.distributed.environment import Environment
-    from ddp_trainer.distributed.memory import keep_freed_memory
     from ddp_trainer.distributed.process_group import process_group
+    from ddp_trainer.runtime import keep_freed_memory
 
     keep_freed_memory()  # as a training on a CPU does
     data = ImageFolderConfig(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.data.loaders import Batch, TrainLoader
-from ddp_trainer.health.stragglers import StragglerFinder
+from ddp_trainer.observers.stragglers import StragglerFinder
 from ddp_trainer.training.step import TrainStep
 
 SIZE = 64

@@ -13,30 +13,29 @@ from ddp_trainer.registry import register_dataset as register_dataset
 from ddp_trainer.registry import register_logger as register_logger
 from ddp_trainer.registry import register_model as register_model
 from ddp_trainer.registry import register_sync as register_sync
+from ddp_trainer.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ddp_trainer.data.dataset import Datasets as Datasets
     from ddp_trainer.data.dataset import ImageTensors as ImageTensors
     from ddp_trainer.distributed.process_group import World as World
-    from ddp_trainer.inference.classifier import Classifier as Classifier
-    from ddp_trainer.inference.classifier import load as load
-    from ddp_trainer.loggers.base import Logger as Logger
+    from ddp_trainer.observers.loggers.base import Logger as Logger
     from ddp_trainer.sync.base import GradientSync as GradientSync
-    from ddp_trainer.training.run import run as run
+    from ddp_trainer.tools.classifier import Classifier as Classifier
+    from ddp_trainer.tools.classifier import load as load
     from ddp_trainer.training.trainer import Trainer as Trainer
-
-__version__ = "0.2.0"
+    from ddp_trainer.training_run import run as run
 
 _MODULES = {
-    "Classifier": "inference.classifier",
+    "Classifier": "tools.classifier",
     "Datasets": "data.dataset",
     "GradientSync": "sync.base",
     "ImageTensors": "data.dataset",
-    "Logger": "loggers.base",
+    "Logger": "observers.loggers.base",
     "Trainer": "training.trainer",
     "World": "distributed.process_group",
-    "load": "inference.classifier",
-    "run": "training.run",
+    "load": "tools.classifier",
+    "run": "training_run",
 }
 
 

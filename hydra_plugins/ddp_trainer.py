@@ -2,7 +2,7 @@
 `hydra_plugins`.
 """
 
-from ddp_trainer.launch.launchers import slurm, torchrun
+from ddp_trainer.launchers.sweeps import slurm, torchrun
 
 
 class TorchrunLauncher(torchrun.TorchrunLauncher):

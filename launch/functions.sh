@@ -60,7 +60,7 @@ run_torchrun() {
     trap 'interrupted=1; stop' INT TERM
     trap '' HUP # so that training continues when the terminal is closed
     # setpriv ends torchrun, which ends its ranks, when this script is killed
-    setsid setpriv --pdeathsig TERM -- "$python" -m ddp_trainer.launch.agent --nproc-per-node="$ranks" \
+    setsid setpriv --pdeathsig TERM -- "$python" -m ddp_trainer.launchers.agent --nproc-per-node="$ranks" \
         --log-dir="$work/torchrun" "$@" "${program[@]}" </dev/null &
     child=$!
     if [[ ${STOP_WITH_STDIN:-} ]]; then

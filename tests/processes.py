@@ -194,7 +194,7 @@ def forkserver() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     modules = [
-        "ddp_trainer.training.run",
+        "ddp_trainer.training_run",
         "torch._dynamo",
         "torch.utils.tensorboard",
         "torchvision.models",

@@ -19,7 +19,7 @@ from ddp_trainer.config.messages import check_overrides
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import World, process_group
-from ddp_trainer.training.run import run
+from ddp_trainer.training_run import run
 
 TINY = (
     "model=lenet",

@@ -16,36 +16,27 @@ from processes import clean_environment
 import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
-CONFIG = {"registry", "config"}
-RANKS = {"registry", "config", "distributed"}
-PARTS = {
-    "data",
-    "models",
-    "sync",
-    "checkpoint",
-    "loggers",
-    "performance",
-    "scores",
-    "report",
-    "health",
-}
+LEAVES = {"version", "runtime", "progress", "registry", "config", "files"}
+RANKS = LEAVES | {"distributed"}
+PARTS = {"data", "models", "sync", "checkpoint"}
+CORE = RANKS | PARTS | {"training"}
 MAY_IMPORT = {
+    "version": set[str](),
+    "runtime": set[str](),
+    "progress": set[str](),
     "registry": set[str](),
     "config": {"registry"},
-    "distributed": CONFIG,
-    "data": RANKS,
-    "models": CONFIG,
-    "sync": RANKS,
-    "checkpoint": RANKS,
-    "loggers": RANKS,
-    "performance": CONFIG,
-    "scores": RANKS,
-    "report": RANKS,
-    "health": RANKS,
+    "files": {"config"},
+    "distributed": LEAVES,
+    **dict.fromkeys(sorted(PARTS), RANKS),
     "training": RANKS | PARTS,
-    "launch": RANKS | {"training"},
-    "inference": RANKS | PARTS | {"training"},
-    "commands": RANKS | PARTS | {"training", "launch", "inference"},
+    "scores": CORE,
+    "observers": CORE | {"scores"},
+    "start": CORE,
+    "training_run": CORE | {"observers", "start"},
+    "launchers": CORE | {"observers", "start", "training_run"},
+    "tools": CORE | {"scores", "observers", "start", "training_run", "launchers"},
+    "commands": CORE | {"scores", "observers", "start", "training_run", "launchers", "tools"},
     "__main__": RANKS | {"commands"},
 }
 """The units of the package (top-level folders and modules) and those that each may import; no part

@@ -12,8 +12,8 @@ import torch
 from processes import on_ranks
 from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records
 
-from ddp_trainer.training.run import run
 from ddp_trainer.training.step import TrainStep
+from ddp_trainer.training_run import run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import torch
 from processes import on_ranks
 from runs import TINY, compose, newest_checkpoint, read_summary, records, train_all
 
-from ddp_trainer.training.run import run
 from ddp_trainer.training.step import TrainStep
+from ddp_trainer.training_run import run
 
 JOBS = {
     "whole": (),

@@ -19,7 +19,7 @@ from runs import compose, read_summary
 
 import ddp_trainer
 from ddp_trainer import registry
-from ddp_trainer.launch.launchers import register_launchers
+from ddp_trainer.launchers.sweeps import register_launchers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

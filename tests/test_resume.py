@@ -22,7 +22,7 @@ from runs import (
 )
 
 from ddp_trainer.config.schema import Config
-from ddp_trainer.training.run import run
+from ddp_trainer.training_run import run
 
 MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
 VARIANTS = {

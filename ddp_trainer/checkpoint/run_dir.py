@@ -14,7 +14,7 @@ import yaml
 from ddp_trainer.config.composition import training_changes
 from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.config.schema import Resume
-from ddp_trainer.distributed.files import lock_file, replace_text
+from ddp_trainer.files import lock_file, replace_text
 
 LOCK_SECONDS = 3.0
 """How long a launch waits for the lock: an earlier launch that was killed may take a moment to end.

@@ -21,7 +21,7 @@ from ddp_trainer.commands.results import print_table, writing
 from ddp_trainer.config.errors import POSITIVE, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.distributed.memory import disable_gc
+from ddp_trainer.runtime import disable_gc
 
 PHASES = {
     "data_wait": ("waiting for data", "#bbbbbb"),
@@ -70,8 +70,8 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
     must call this.
     """
     with disable_gc():
-        from ddp_trainer.commands.step_benchmark import compare_strategies  # imports torch
-        from ddp_trainer.training.start import start
+        from ddp_trainer.start import start
+        from ddp_trainer.tools.step_benchmark import compare_strategies  # imports torch
     with ExitStack() as stack:
         begun = start(config, read_environment(), stack)
         result = compare_strategies(

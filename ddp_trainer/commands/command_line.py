@@ -27,7 +27,7 @@ from ddp_trainer.config.errors import (
 from ddp_trainer.config.messages import check_overrides, format_config_error
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import Environment, read_environment
-from ddp_trainer.distributed.failure_report import report_failure
+from ddp_trainer.observers.failures.report import report_failure
 from ddp_trainer.registry import PluginError
 
 T = TypeVar("T")

@@ -20,10 +20,10 @@ from ddp_trainer.commands.options import CheckpointOptions, parse_options, split
 from ddp_trainer.config.data import SplitName
 from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.distributed.memory import disable_gc
+from ddp_trainer.runtime import disable_gc
 
 if TYPE_CHECKING:
-    from ddp_trainer.inference.scoring import Scored
+    from ddp_trainer.tools.scoring import Scored
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> None:
         paths, overrides = split_paths(rest)
         require(len(paths) == 1, "evaluate takes one run directory: evaluate RUN_DIR")
         with disable_gc():
-            from ddp_trainer.inference.scoring import score_run  # imports torch
+            from ddp_trainer.tools.scoring import score_run  # imports torch
         scored = score_run(
             Path(paths[0]),
             checkpoint=options.checkpoint,

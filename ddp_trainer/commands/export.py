@@ -21,7 +21,7 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.errors import NOT_NEGATIVE, require
 from ddp_trainer.distributed.environment import installed_versions, read_environment
-from ddp_trainer.distributed.memory import disable_gc
+from ddp_trainer.runtime import disable_gc
 
 
 class Place(Enum):
@@ -69,10 +69,10 @@ def export(run_dir: Path, options: ExportOptions, overrides: Sequence[str]) -> N
     print their paths.
     """
     with disable_gc():  # imports torch
-        from ddp_trainer.inference.export import check_formats, export_files, new_file
-        from ddp_trainer.inference.model_card import model_card
-        from ddp_trainer.inference.splits import example_images
-        from ddp_trainer.inference.trained_model import load_model
+        from ddp_trainer.tools.export import check_formats, export_files, new_file
+        from ddp_trainer.tools.model_card import model_card
+        from ddp_trainer.tools.splits import example_images
+        from ddp_trainer.tools.trained_model import load_model
     formats = [name.strip() for name in options.format.split(",")]
     check_formats(formats)
     trained = load_model(run_dir, options.checkpoint, overrides)

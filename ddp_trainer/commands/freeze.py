@@ -17,7 +17,7 @@ from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import from_builtins, parse_setting, to_builtins
 from ddp_trainer.config.errors import POSITIVE, path_error, require
 from ddp_trainer.config.schema import Config
-from ddp_trainer.launch.job_file import read_job, write_job
+from ddp_trainer.launchers.job_file import read_job, write_job
 
 
 @dataclass(kw_only=True, slots=True)

@@ -24,11 +24,11 @@ from ddp_trainer.distributed.environment import (
     read_environment,
     usable_cores,
 )
-from ddp_trainer.launch.job_file import read_job
-from ddp_trainer.launch.network import address_towards, resolve
-from ddp_trainer.launch.node_check import RDZV_ID, SECRET, NodeInfo
-from ddp_trainer.launch.node_check.client import ask_head
-from ddp_trainer.launch.node_check.server import wait_for_nodes
+from ddp_trainer.launchers.job_file import read_job
+from ddp_trainer.launchers.network import address_towards, resolve
+from ddp_trainer.launchers.node_check import RDZV_ID, SECRET, NodeInfo
+from ddp_trainer.launchers.node_check.client import ask_head
+from ddp_trainer.launchers.node_check.server import wait_for_nodes
 
 MAX_NODES = 65535
 FITNESS_SECONDS = 60.0
@@ -137,7 +137,7 @@ def measure_speeds(device: Device) -> dict[str, float]:
     cores together.
     """
     # imports torch, which takes seconds
-    from ddp_trainer.performance.fitness import (
+    from ddp_trainer.launchers.fitness import (
         UNITS,
         measure_node,
     )

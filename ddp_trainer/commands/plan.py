@@ -24,8 +24,8 @@ from ddp_trainer.commands.results import print_table, writing
 from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.distributed.memory import disable_gc
-from ddp_trainer.performance.costs import VARIANTS, Compute, Network, predict, smallest_hiding_batch
+from ddp_trainer.runtime import disable_gc
+from ddp_trainer.tools.costs import VARIANTS, Compute, Network, predict, smallest_hiding_batch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,11 +79,11 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
     )
     with disable_gc():
         # imports torch
-        from ddp_trainer.commands.step_benchmark import (
+        from ddp_trainer.start import start
+        from ddp_trainer.tools.step_benchmark import (
             measure_compute,
             measure_network,
         )
-        from ddp_trainer.training.start import start
     with ExitStack() as stack:
         begun = start(config, environment, stack)
         compute = measure_compute(begun, steps=options.steps)

@@ -22,7 +22,7 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, require
 from ddp_trainer.distributed.environment import read_environment, usable_cores
-from ddp_trainer.distributed.memory import disable_gc, keep_freed_memory
+from ddp_trainer.runtime import disable_gc, keep_freed_memory
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,9 +66,9 @@ def predict(
         import torch
 
         from ddp_trainer.data.loaders import num_readers
-        from ddp_trainer.inference.classifier import open_classifier
-        from ddp_trainer.inference.prediction import BadFile, find_pictures, predict_files
-        from ddp_trainer.inference.trained_model import load_model
+        from ddp_trainer.tools.classifier import open_classifier
+        from ddp_trainer.tools.prediction import BadFile, find_pictures, predict_files
+        from ddp_trainer.tools.trained_model import load_model
     trained = load_model(run_dir, options.checkpoint, overrides)
     paths = find_pictures(words, sys.stdin.buffer)
     threads = trained.config.num_threads

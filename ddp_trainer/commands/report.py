@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import parse_options, split_paths
 from ddp_trainer.config.errors import require
-from ddp_trainer.report.page import write_report
+from ddp_trainer.tools.report.page import write_report
 
 
 @dataclass(kw_only=True, slots=True)

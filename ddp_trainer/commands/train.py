@@ -17,9 +17,9 @@ from ddp_trainer.commands.options import list_fields, parse_options, program, wa
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.distributed.memory import disable_gc
-from ddp_trainer.launch.job_file import read_job
-from ddp_trainer.launch.launchers import register_launchers
+from ddp_trainer.launchers.job_file import read_job
+from ddp_trainer.launchers.sweeps import register_launchers
+from ddp_trainer.runtime import disable_gc
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,8 +83,8 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
     config.check_world_size(environment.world_size)
     with disable_gc():  # after the checks, because torch takes seconds to import
         from ddp_trainer.distributed.process_group import process_group
-        from ddp_trainer.training.run import run
         from ddp_trainer.training.summary import Status
+        from ddp_trainer.training_run import run
     if sweep is not None:
         sweep.enter_context(process_group(environment, **config.process_group))
     summary = run(config, run_dir)

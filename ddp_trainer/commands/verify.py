@@ -23,7 +23,7 @@ from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import program, wants_help
 from ddp_trainer.config.errors import FAILURE, require, require_run_dir
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.distributed.files import read_records
+from ddp_trainer.files import read_records
 from ddp_trainer.training.metrics import SampleDigest
 from ddp_trainer.training.summary import Summary
 

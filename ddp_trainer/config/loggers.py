@@ -58,10 +58,12 @@ class MlflowConfig(LoggerConfig):
     """The experiment that the run belongs to; it is created if it does not exist."""
 
 
+LOGGERS = "ddp_trainer.observers.loggers"
+
 register_logger(
-    "tensorboard", TensorBoardConfig, builder="ddp_trainer.loggers.tensorboard:TensorBoardLogger"
+    "tensorboard", TensorBoardConfig, builder=f"{LOGGERS}.tensorboard:TensorBoardLogger"
 )
-register_logger("jsonl", JsonlConfig, builder="ddp_trainer.loggers.jsonl:JsonlLogger")
-register_logger("csv", CsvConfig, builder="ddp_trainer.loggers.csv_file:CsvLogger")
-register_logger("wandb", WandbConfig, builder="ddp_trainer.loggers.wandb_run:WandbLogger")
-register_logger("mlflow", MlflowConfig, builder="ddp_trainer.loggers.mlflow_run:MlflowLogger")
+register_logger("jsonl", JsonlConfig, builder=f"{LOGGERS}.jsonl:JsonlLogger")
+register_logger("csv", CsvConfig, builder=f"{LOGGERS}.csv_file:CsvLogger")
+register_logger("wandb", WandbConfig, builder=f"{LOGGERS}.wandb_run:WandbLogger")
+register_logger("mlflow", MlflowConfig, builder=f"{LOGGERS}.mlflow_run:MlflowLogger")

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, Subset
 from ddp_trainer import registry
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import ConfigError, require
-from ddp_trainer.data.decoding import BadImageError
-from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.data.images.decoding import BadImageError
+from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.distributed.seeding import generator
 
 

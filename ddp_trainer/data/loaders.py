@@ -10,8 +10,8 @@ from torch import Tensor
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
 from ddp_trainer.data.dataset import Datasets, ImageTensors, Shape, Split, in_whole
-from ddp_trainer.data.decoding import CENTER
-from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.data.images.decoding import CENTER
+from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.data.mixing import Mixing, build_mixing
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler

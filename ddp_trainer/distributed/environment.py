@@ -20,8 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ddp_trainer import __version__
 from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.version import __version__
 
 SIOCGIFADDR = 0x8915
 """The ioctl that returns the IPv4 address of a network interface, from Linux's sockios.h."""

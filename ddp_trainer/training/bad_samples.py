@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddp_trainer.config.data import OnBadImage
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.distributed.files import replace_text
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.scores.results import LABEL, LOSS, PREDICTION, SampleResults
 from ddp_trainer.training.metrics import Evaluation
+from ddp_trainer.training.results import LABEL, LOSS, PREDICTION, SampleResults
 
 
 @torch.inference_mode()

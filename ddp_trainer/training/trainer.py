@@ -15,18 +15,18 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Config, OnNonfinite
 from ddp_trainer.data.loaders import Batch, Loaders
-from ddp_trainer.distributed.failure_monitor import COMPILATION, FailureMonitor
-from ddp_trainer.loggers.base import LoggerGroup, Value
-from ddp_trainer.loggers.console import progress_bar
 from ddp_trainer.models.state import load_state, tensors_of
-from ddp_trainer.scores.results import SampleResults
+from ddp_trainer.observers.console import progress_bar
+from ddp_trainer.observers.failures.monitor import COMPILATION, FailureMonitor
+from ddp_trainer.observers.log_window import LogWindow
+from ddp_trainer.observers.loggers.base import LoggerGroup, Value
+from ddp_trainer.observers.pictures import log_pictures, log_scores
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.evaluation import evaluate, mean_over_ranks
-from ddp_trainer.training.log_window import LogWindow
 from ddp_trainer.training.metrics import Progress, SampleDigest, check_replicas
-from ddp_trainer.training.pictures import log_pictures, log_scores
+from ddp_trainer.training.results import SampleResults
 from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.summary import Status, Summary, read_summary
 

@@ -21,7 +21,7 @@ from processes import clean_environment, processes_with, torchrun
 from runs import TINY
 from torch.distributed import DistError, TCPStore
 
-from ddp_trainer.launch.network import call_with_timeout
+from ddp_trainer.launchers.network import call_with_timeout
 
 ROOT = Path(__file__).parents[2]
 WAYS = {

@@ -16,10 +16,10 @@ from processes import forkserver, wait_for
 from runs import assert_bitwise, compose, kill_in_training, newest_step, train_on, trained_state
 
 from ddp_trainer.data.dataset import Datasets, build_datasets
-from ddp_trainer.data.decoding import shrink
-from ddp_trainer.data.file_index import load_index
-from ddp_trainer.data.image_files import ImageFiles
-from ddp_trainer.health.memory import peak_memory_mb
+from ddp_trainer.data.images.decoding import shrink
+from ddp_trainer.data.images.file_index import load_index
+from ddp_trainer.data.images.image_files import ImageFiles
+from ddp_trainer.observers.memory import peak_memory_mb
 
 BUILD_KILLS = trials(100)
 TRAIN_KILLS = trials(20)

@@ -37,7 +37,7 @@ from runs import (
 
 from ddp_trainer.checkpoint.file import State, read_state, write_file
 from ddp_trainer.config.errors import ConfigError, TransientError
-from ddp_trainer.distributed.files import lock_file
+from ddp_trainer.files import lock_file
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 

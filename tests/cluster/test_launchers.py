@@ -13,8 +13,8 @@ from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary
 
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Device
-from ddp_trainer.launch.launchers import slurm
-from ddp_trainer.launch.launchers.base import Job, last_error
+from ddp_trainer.launchers.sweeps import slurm
+from ddp_trainer.launchers.sweeps.base import Job, last_error
 from hydra_plugins.ddp_trainer import SlurmLauncher, TorchrunLauncher
 
 CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")

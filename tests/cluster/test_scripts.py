@@ -19,7 +19,7 @@ from runs import TINY, read_summary
 from ddp_trainer.distributed.environment import usable_cores
 
 LOCAL = str(Path(__file__).resolve().parents[2] / "launch" / "local.sh")
-AGENT = (sys.executable, "-m", "ddp_trainer.launch.agent", "--rdzv-backend=bound")
+AGENT = (sys.executable, "-m", "ddp_trainer.launchers.agent", "--rdzv-backend=bound")
 HOSTILE = "a b  'c' \"d\" $(touch pwned) `touch pwned` $HOME * \\ ; & | ~ ü\nsecond line"
 
 

@@ -14,11 +14,11 @@ from test_plugins import PLUGIN
 
 from ddp_trainer import registry
 from ddp_trainer.commands.results import writing
-from ddp_trainer.commands.step_benchmark import build_strategies
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.performance.costs import VARIANTS
-from ddp_trainer.training.start import start
+from ddp_trainer.start import start
+from ddp_trainer.tools.costs import VARIANTS
+from ddp_trainer.tools.step_benchmark import build_strategies
 
 Rows = dict[str, dict[str, Any]]
 

@@ -6,7 +6,7 @@ from processes import launch, on_ranks, succeed
 from runs import in_process_group
 
 from ddp_trainer.commands.doctor import Finding, clock_finding, examine, merge
-from ddp_trainer.performance import fitness
+from ddp_trainer.launchers import fitness
 
 
 def test_a_single_process_is_ready(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ddp_trainer.commands import evaluate
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DigitsConfig
 from ddp_trainer.data.datasets.digits import build_digits
-from ddp_trainer.inference.trained_model import override
+from ddp_trainer.tools.trained_model import override
 
 LENET = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]")
 

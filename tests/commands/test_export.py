@@ -16,9 +16,9 @@ from torch import nn
 
 import ddp_trainer
 from ddp_trainer.commands import export
-from ddp_trainer.inference.export import TOLERANCE
-from ddp_trainer.inference.splits import example_images
-from ddp_trainer.inference.trained_model import load_model
+from ddp_trainer.tools.export import TOLERANCE
+from ddp_trainer.tools.splits import example_images
+from ddp_trainer.tools.trained_model import load_model
 
 RESNET = """
 model = torchvision.models.resnet18(num_classes=10)

@@ -7,7 +7,7 @@ import pytest
 from processes import succeed
 from runs import TINY
 
-from ddp_trainer.performance.costs import VARIANTS
+from ddp_trainer.tools.costs import VARIANTS
 
 
 def test_two_ranks_plan_for_more(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from runs import train_on
 import ddp_trainer
 from ddp_trainer.commands import evaluate, predict
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data.decoding import BadImageError, center_box
-from ddp_trainer.inference.classifier import Classifier
-from ddp_trainer.inference.preprocessing import Preprocessing
+from ddp_trainer.data.images.decoding import BadImageError, center_box
+from ddp_trainer.tools.classifier import Classifier
+from ddp_trainer.tools.preprocessing import Preprocessing
 
 COMMON = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]", "num_threads=1")
 

@@ -12,8 +12,8 @@ from runs import TINY, train_on
 
 from ddp_trainer.commands.verify import RunFiles, check_tensorboard, find_damage
 from ddp_trainer.config.loggers import JsonlConfig, TensorBoardConfig
-from ddp_trainer.loggers.jsonl import JsonlLogger
-from ddp_trainer.loggers.tensorboard import TensorBoardLogger
+from ddp_trainer.observers.loggers.jsonl import JsonlLogger
+from ddp_trainer.observers.loggers.tensorboard import TensorBoardLogger
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,14 @@ import torch
 from PIL import Image
 
 from ddp_trainer.data import decoding
-from ddp_trainer.data.decoding import BadImageError, Box, center_box, decode, random_box, resize
+from ddp_trainer.data.images.decoding import (
+    BadImageError,
+    Box,
+    center_box,
+    decode,
+    random_box,
+    resize,
+)
 
 
 def gradient(height: int = 24, width: int = 36) -> np.ndarray:

@@ -24,7 +24,7 @@ from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolder
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples
-from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler

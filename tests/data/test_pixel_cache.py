@@ -19,9 +19,9 @@ from ddp_trainer.config.data import Cache
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data import pixel_cache
 from ddp_trainer.data.dataset import Datasets
-from ddp_trainer.data.decoding import BadImageError, shrink
-from ddp_trainer.data.image_files import ImageFiles
-from ddp_trainer.data.pixel_cache import (
+from ddp_trainer.data.images.decoding import BadImageError, shrink
+from ddp_trainer.data.images.image_files import ImageFiles
+from ddp_trainer.data.images.pixel_cache import (
     BAD,
     PIXELS,
     RECORD,

@@ -31,8 +31,8 @@ from ddp_trainer.data.dataset import (
     read_sample,
 )
 from ddp_trainer.data.datasets.torchvision_sets import names_of_classes
-from ddp_trainer.data.file_index import index_files
-from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.data.images.file_index import index_files
+from ddp_trainer.data.images.image_files import ImageFiles
 
 NOISE = np.random.default_rng(0)
 

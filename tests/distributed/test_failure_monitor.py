@@ -17,10 +17,10 @@ from processes import on_ranks, start_ranks
 from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed import failure_monitor
 from ddp_trainer.distributed.environment import Environment, read_environment
-from ddp_trainer.distributed.failure_monitor import FailureMonitor
-from ddp_trainer.distributed.failure_report import command_to_continue
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import process_group
+from ddp_trainer.observers.failures.monitor import FailureMonitor
+from ddp_trainer.observers.failures.report import command_to_continue
 
 
 def run_monitored(body, folder: str, timeout_seconds: float) -> str:

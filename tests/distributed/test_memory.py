@@ -17,7 +17,7 @@ def output_of(program: str, *words: str, variables: tuple[str, ...] = ()) -> lis
 ALLOCATIONS = """
 import resource, sys
 import torch
-from ddp_trainer.distributed.memory import keep_freed_memory
+from ddp_trainer.runtime import keep_freed_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -36,7 +36,7 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
 
 IMPORTS = """
 import gc, sys
-from ddp_trainer.distributed.memory import disable_gc
+from ddp_trainer.runtime import disable_gc
 
 with disable_gc():
     import torch

@@ -15,8 +15,8 @@ end_with_launcher()  # before torch is imported, which takes a while
 from ddp_trainer.checkpoint import store  # noqa: E402
 from ddp_trainer.data.loaders import TrainLoader  # noqa: E402
 from ddp_trainer.distributed.process_group import World  # noqa: E402
-from ddp_trainer.loggers.jsonl import JsonlLogger  # noqa: E402
 from ddp_trainer.models.lenet import LeNet  # noqa: E402
+from ddp_trainer.observers.loggers.jsonl import JsonlLogger  # noqa: E402
 from ddp_trainer.training import trainer  # noqa: E402
 
 RANK, WHERE, COUNT = os.environ["STUCK"].split(":")

@@ -11,10 +11,10 @@ import torch
 from processes import run_command, torchrun
 from runs import TINY
 
-from ddp_trainer.health.flight_recorder import MAX_ROWS, FlightRecorder
-from ddp_trainer.health.memory import MemoryGrowth
-from ddp_trainer.health.rank_reports import Lanes
-from ddp_trainer.health.sensors import Sensors
+from ddp_trainer.observers.flight_recorder import MAX_ROWS, FlightRecorder
+from ddp_trainer.observers.memory import MemoryGrowth
+from ddp_trainer.observers.rank_reports import Lanes
+from ddp_trainer.observers.sensors import Sensors
 
 CPU = torch.device("cpu")
 LEAKING = str(Path(__file__).with_name("leaking.py"))

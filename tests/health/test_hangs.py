@@ -13,8 +13,8 @@ import pytest
 from processes import clean_environment, launch, run_command, torchrun, wait_for
 from runs import TINY
 
-from ddp_trainer.distributed.stack_exchange import read_processes
-from ddp_trainer.distributed.stacks import RankStatus, absent_ranks, grouped_lines, parse
+from ddp_trainer.observers.failures.stack_exchange import read_processes
+from ddp_trainer.observers.failures.stacks import RankStatus, absent_ranks, grouped_lines, parse
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 PHASES = {
@@ -204,7 +204,7 @@ def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(
 
 CLOSE = """
 import faulthandler, os, signal
-from ddp_trainer.distributed.stacks import StackFile
+from ddp_trainer.observers.failures.stacks import StackFile
 
 faulthandler.register(signal.SIGQUIT, file=2)
 StackFile().close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_trainer.health.stragglers import Straggler, StragglerFinder, compare, median_of_others
+from ddp_trainer.observers.stragglers import Straggler, StragglerFinder, compare, median_of_others
 
 PHASES = ["data", "forward", "backward", "optimizer"]
 BLOCK = 10

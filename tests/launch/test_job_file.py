@@ -13,7 +13,7 @@ from ddp_trainer.commands import freeze
 from ddp_trainer.config.composition import config_digest, from_builtins, to_builtins
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Resume
-from ddp_trainer.launch.job_file import read_job, write_job
+from ddp_trainer.launchers.job_file import read_job, write_job
 
 CHOICES = [f"{group}={choice}" for group in registry.GROUPS for choice in registry.choices(group)]
 

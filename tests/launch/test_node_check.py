@@ -20,8 +20,8 @@ from torch.distributed import TCPStore
 
 from ddp_trainer.commands import freeze, node_check
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.launch.network import MAX_BYTES
-from ddp_trainer.launch.node_check import RDZV_ID, SECRET, Message, NodeInfo, find_slow, receive
+from ddp_trainer.launchers.network import MAX_BYTES
+from ddp_trainer.launchers.node_check import RDZV_ID, SECRET, Message, NodeInfo, find_slow, receive
 
 SECONDS = 90
 """After which a node that has not ended fails the test."""
@@ -166,7 +166,7 @@ QUICK = """
 from ddp_trainer.distributed.environment import end_with_launcher
 end_with_launcher({"TORCHELASTIC_RUN_ID": ""})  # or a stopped node outlives killed tests
 from ddp_trainer import __main__
-from ddp_trainer.performance import fitness
+from ddp_trainer.launchers import fitness
 fitness.SECONDS = 1.0
 __main__.main()
 """

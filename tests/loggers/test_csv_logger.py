@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_trainer.config.loggers import CsvConfig
-from ddp_trainer.loggers.csv_file import CsvLogger
+from ddp_trainer.observers.loggers.csv_file import CsvLogger
 
 
 def begin(run_dir: Path, step: int = 0) -> CsvLogger:

@@ -22,7 +22,7 @@ from runs import compose, records
 
 from ddp_trainer import run
 from ddp_trainer.config.errors import flatten_keys
-from ddp_trainer.loggers.console import PACKAGE, logging_to
+from ddp_trainer.observers.console import PACKAGE, logging_to
 
 WORDS = (
     "model=lenet",

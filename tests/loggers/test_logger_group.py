@@ -18,8 +18,8 @@ from test_bad_input import refused
 
 from ddp_trainer import Logger, LoggerConfig, register_logger, run
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.loggers import base
-from ddp_trainer.loggers.base import LoggerGroup
+from ddp_trainer.observers.loggers import base
+from ddp_trainer.observers.loggers.base import LoggerGroup
 
 METHODS = ("start", "scalars", "image", "text", "hparams", "close")
 

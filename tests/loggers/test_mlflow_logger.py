@@ -11,7 +11,7 @@ from processes import on_ranks
 
 from ddp_trainer.config.loggers import MlflowConfig
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.loggers.mlflow_run import MlflowLogger, name_for
+from ddp_trainer.observers.loggers.mlflow_run import MlflowLogger, name_for
 
 
 @settings(deadline=None)  # the first import of mlflow is slow

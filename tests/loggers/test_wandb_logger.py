@@ -17,8 +17,8 @@ from processes import on_ranks, wait_for
 from test_logged_runs import items, wandb_launches
 
 from ddp_trainer.config.loggers import WandbConfig, WandbMode
-from ddp_trainer.loggers import wandb_run
-from ddp_trainer.loggers.wandb_run import WandbLogger
+from ddp_trainer.observers.loggers import wandb_run
+from ddp_trainer.observers.loggers.wandb_run import WandbLogger
 
 MAX_BEGINS = 2
 

@@ -21,7 +21,8 @@ from ddp_trainer.config.sync import (
     RingConfig,
     SyncConfig,
 )
-from ddp_trainer.performance.costs import (
+from ddp_trainer.sync import build_sync
+from ddp_trainer.tools.costs import (
     VARIANTS,
     Compute,
     Network,
@@ -32,7 +33,6 @@ from ddp_trainer.performance.costs import (
     sent_bytes,
     smallest_hiding_batch,
 )
-from ddp_trainer.sync import build_sync
 
 MB = 2**20
 BYTES = 4 * (64 * 32 * 9 + 64 + 640)

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from ddp_trainer.config.models import LeNetConfig, ResNet18Config
 from ddp_trainer.models import build_model
-from ddp_trainer.performance.flops import Utilization, measure_matmul, rated_peak, training_flops
+from ddp_trainer.observers.utilization import (
+    Utilization,
+    measure_matmul,
+    rated_peak,
+    training_flops,
+)
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from torch import nn
 from ddp_trainer import registry
 from ddp_trainer.config.models import LeNetConfig, ModelConfig
 from ddp_trainer.models import build_model
-from ddp_trainer.performance.step_timer import PHASES, StepTimer
-from ddp_trainer.training.run import run
+from ddp_trainer.observers.step_timer import PHASES, StepTimer
+from ddp_trainer.training_run import run
 
 CPU = torch.device("cpu")
 NAP = 0.02

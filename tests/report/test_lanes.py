@@ -7,9 +7,9 @@ import pytest
 from chromium import CHROMIUM, chromium
 from run_dirs import write_run
 
-from ddp_trainer.report.files import RunFiles
-from ddp_trainer.report.lanes import MAX_CELLS, MAX_COLUMNS, MAX_RANKS, read_lanes
-from ddp_trainer.report.page import write_report
+from ddp_trainer.tools.report.files import RunFiles
+from ddp_trainer.tools.report.lanes import MAX_CELLS, MAX_COLUMNS, MAX_RANKS, read_lanes
+from ddp_trainer.tools.report.page import write_report
 
 
 def write_ranks(run_dir: Path, ranks: int, rows: int, *, slow: int = 1) -> None:

@@ -13,7 +13,7 @@ import pytest
 from chromium import CHROMIUM, Chromium, Page, chromium
 from run_dirs import DIGITS, START, write_evaluation, write_run
 
-from ddp_trainer.report.page import write_report
+from ddp_trainer.tools.report.page import write_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 

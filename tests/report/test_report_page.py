@@ -22,12 +22,12 @@ from run_dirs import DIGITS, START, digit_png, png, write_evaluation, write_run
 
 from ddp_trainer.commands.report import main
 from ddp_trainer.config.errors import ConfigError, TransientError
-from ddp_trainer.report.curves import differences, rows_allowed, shorten
-from ddp_trainer.report.evaluations import Evaluation, choose, thumbnail_shares
-from ddp_trainer.report.files import RunFiles
-from ddp_trainer.report.metrics import Launch, Table, read_metrics
-from ddp_trainer.report.page import write_report
-from ddp_trainer.report.runs import Run, compare, flatten
+from ddp_trainer.tools.report.curves import differences, rows_allowed, shorten
+from ddp_trainer.tools.report.evaluations import Evaluation, choose, thumbnail_shares
+from ddp_trainer.tools.report.files import RunFiles
+from ddp_trainer.tools.report.metrics import Launch, Table, read_metrics
+from ddp_trainer.tools.report.page import write_report
+from ddp_trainer.tools.report.runs import Run, compare, flatten
 
 MB = 1_000_000
 
@@ -596,7 +596,7 @@ def test_a_file_system_that_does_not_answer_is_an_error_and_a_forbidden_file_a_n
         def fail(path: Path, *_: object) -> None:
             raise OSError(number, os.strerror(number), str(path))
 
-        monkeypatch.setattr("ddp_trainer.report.files.open", fail, raising=False)
+        monkeypatch.setattr("ddp_trainer.tools.report.files.open", fail, raising=False)
 
     refuse(errno.EACCES)
     assert "summary.json cannot be read: Permission denied." in report_on(run_dir)

@@ -21,12 +21,12 @@ from runs import in_process_group
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.report.evaluations import Evaluation
-from ddp_trainer.report.files import RunFiles
 from ddp_trainer.scores.files import replace_folder, write_evaluation
 from ddp_trainer.scores.pictures import captioned_png, confusion_png, thumbnail_png
-from ddp_trainer.scores.results import ID, SampleResults
 from ddp_trainer.scores.scores import NUM_BINS, WORST, Scores
+from ddp_trainer.tools.report.evaluations import Evaluation
+from ddp_trainer.tools.report.files import RunFiles
+from ddp_trainer.training.results import ID, SampleResults
 
 CPU = torch.device("cpu")
 NAMES = ["cat", "dog", 'ä,\n"b"', "bird", "cow", "ant", "never"]

@@ -21,7 +21,7 @@ from runs import (
 )
 
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.training.run import run
+from ddp_trainer.training_run import run
 
 STRATEGIES = {
     "ddp": ("sync=ddp",),

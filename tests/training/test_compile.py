@@ -8,8 +8,8 @@ from processes import on_ranks
 from runs import TINY, compose, records
 
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.training.run import run
 from ddp_trainer.training.trainer import Trainer
+from ddp_trainer.training_run import run
 
 FP32 = (*TINY, "precision=fp32", "log_every_steps=1", "optimizer.lr=0.01")
 

@@ -11,8 +11,8 @@ from runs import TINY, train_on
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from ddp_trainer.observers.pictures import bars_png, grid_png
 from ddp_trainer.scores.pictures import BLUE
-from ddp_trainer.training.pictures import bars_png, grid_png
 
 
 def read_png(content: bytes) -> np.ndarray:

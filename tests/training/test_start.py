@@ -13,7 +13,7 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import shutdown
 from ddp_trainer.training import start
-from ddp_trainer.training.run import run
+from ddp_trainer.training_run import run
 
 
 def refusal(override: str, torchvision: str | None, folder: str) -> str:

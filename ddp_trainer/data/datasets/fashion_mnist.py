@@ -12,7 +12,7 @@ from ddp_trainer.config.data import FashionMnistConfig
 from ddp_trainer.config.errors import ConfigError, TransientError, require
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.datasets.idx import KINDS, find_idx, read_split
-from ddp_trainer.distributed.files import lock_file
+from ddp_trainer.files import lock_file
 
 NETWORK_SECONDS = 30.0
 LOCK_SECONDS = 600.0

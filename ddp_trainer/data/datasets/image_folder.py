@@ -7,8 +7,8 @@ from pathlib import Path
 from ddp_trainer.config.data import Cache, ImageFilesConfig, ImageFolderConfig
 from ddp_trainer.config.errors import require
 from ddp_trainer.data.dataset import Datasets
-from ddp_trainer.data.file_index import IMAGE_FILES, FileIndex, load_index
-from ddp_trainer.data.image_files import ImageFiles
+from ddp_trainer.data.images.file_index import IMAGE_FILES, FileIndex, load_index
+from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.distributed.environment import user_cache
 
 EVALUATION_FOLDERS = ("val", "validation", "valid", "test")

@@ -18,9 +18,9 @@ from ddp_trainer.config.data import TorchvisionDataConfig
 from ddp_trainer.config.errors import ConfigError, require, suggestion
 from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, read_sample
 from ddp_trainer.data.datasets.image_folder import cache_folder, image_files
-from ddp_trainer.data.file_index import index_files
+from ddp_trainer.data.images.file_index import index_files
 from ddp_trainer.distributed.environment import user_cache
-from ddp_trainer.distributed.files import lock_file
+from ddp_trainer.files import lock_file
 
 LOCK_SECONDS = 3600.0
 """How long a rank waits for another rank that downloads."""

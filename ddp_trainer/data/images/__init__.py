@@ -1,0 +1,1 @@
+"""Image files: index, decoding and cache, as a data set of crops."""

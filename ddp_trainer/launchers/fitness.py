@@ -1,0 +1,59 @@
+"""How fast this node computes and moves memory: a matrix product, and copies of a large tensor."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ddp_trainer.observers.step_timer import synchronize
+
+MATMUL = "matrix product"
+BANDWIDTH = "memory bandwidth"
+UNITS = {MATMUL: "GFLOP/s", BANDWIDTH: "GB/s"}
+SECONDS = 3.0
+"""How long each speed is measured: long enough to show slowdowns by heat and by other programs."""
+
+
+def measure_fitness(device: torch.device, *, num_threads: int) -> dict[str, float]:
+    """Return the GFLOP/s of a float32 matrix product, and the GB/s that a copy reads and writes
+    together.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    size, length = (8192, 2**26) if device.type == "cuda" else (1024, 2**25)
+    left, right, product = (torch.rand(size, size, device=device) for _ in range(3))
+    source, target = (torch.rand(length, device=device) for _ in range(2))
+    rates = {
+        MATMUL: 2
+        * size**3
+        * calls_per_second(lambda: torch.mm(left, right, out=product), device)
+        / 1e9,
+        BANDWIDTH: 2 * 4 * length * calls_per_second(lambda: target.copy_(source), device) / 1e9,
+    }
+    torch.set_num_threads(before)
+    return rates
+
+
+def calls_per_second(function: Callable[[], object], device: torch.device) -> float:
+    """Return how often ``function()`` runs in a second, over `SECONDS`."""
+    function()
+    synchronize(device)
+    began = time.perf_counter()
+    count = 0
+    seconds = 0.0
+    while seconds < SECONDS:
+        function()
+        synchronize(device)
+        count = count + 1
+        seconds = time.perf_counter() - began
+    return count / seconds
+
+
+def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
+    """Return the lowest speeds (`measure_fitness`) of this node's GPUs; if it has none or not
+    `use_gpus`, the CPU's.
+    """
+    num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
+    rates = [measure_fitness(device, num_threads=num_threads) for device in devices]
+    return {name: min(rate[name] for rate in rates) for name in UNITS}

@@ -1,0 +1,177 @@
+"""``hydra/launcher=torchrun``: runs each job of a sweep in its own torchrun on this machine."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import POSITIVE, require
+from ddp_trainer.config.schema import Device
+from ddp_trainer.distributed.environment import read_environment, usable_cores, visible_gpus
+from ddp_trainer.distributed.graceful_stop import GracefulStop
+from ddp_trainer.launchers.job_file import write_job
+from ddp_trainer.launchers.sweeps.base import Job, JobLauncher, last_error
+
+POLL_SECONDS = 0.1
+
+
+@dataclass
+class TorchrunLauncherConfig:
+    """The options ``hydra.launcher.…`` of ``hydra/launcher=torchrun``."""
+
+    _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
+    nproc_per_node: int | None = field(default=None, metadata=POSITIVE)
+    """Ranks per job; null: one per GPU of the job, or without GPUs the number of usable cores /
+    max_parallel.
+    """
+    max_parallel: int = field(default=1, metadata=POSITIVE)
+    """Number of jobs that run at the same time; GPUs and cores are split between them."""
+
+
+class TorchrunLauncher(JobLauncher):
+    """Runs each job in its own torchrun, up to `max_parallel` jobs at a time; Ctrl-C stops all jobs
+    gracefully.
+    """
+
+    def __init__(self, nproc_per_node: int | None, max_parallel: int) -> None:
+        self.nproc_per_node = nproc_per_node
+        self.max_parallel = max_parallel
+
+    @cached_property
+    def gpus(self) -> list[str]:
+        """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+        import torch  # takes seconds, and jobs on CPUs do not need it here
+
+        return visible_gpus(torch.cuda.device_count())
+
+    def gpus_of(self, device: Device, slot: int) -> list[str]:
+        """Return the GPUs of the job in `slot`, 0 to ``max_parallel - 1``; an empty list if
+        `device` is cpu.
+        """
+        if device is Device.cpu:
+            return []
+        share = len(self.gpus) // self.max_parallel
+        return self.gpus[slot * share : (slot + 1) * share]
+
+    def world_size(self, device: Device) -> int:
+        require(
+            device is Device.cpu or not self.gpus or self.max_parallel <= len(self.gpus),
+            f"hydra.launcher.max_parallel={self.max_parallel} must be at most the number of GPUs,"
+            f" {len(self.gpus)}: lower it, because each job needs a GPU, or set device=cpu",
+        )
+        return (
+            self.nproc_per_node
+            or len(self.gpus_of(device, 0))
+            or max(1, usable_cores() // self.max_parallel)
+        )
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        stop_file = read_environment().stop_file
+        # by slot
+        queue = list(jobs)
+        running = dict[int, Iterator[None]]()
+        with (
+            tempfile.TemporaryDirectory(prefix="ddp_trainer-") as folder,
+            GracefulStop(stop_file) as stop,
+        ):
+            while queue or running:
+                if stop.poll():
+                    Path(folder, "stop").touch()
+                    queue.clear()
+                for slot in range(self.max_parallel):
+                    if slot not in running and queue:
+                        running[slot] = self.run_job(queue.pop(0), slot, Path(folder))
+                    if slot in running and next(running[slot], "ended") == "ended":
+                        del running[slot]
+                time.sleep(POLL_SECONDS)
+        if stop.is_set:
+            done = sum(isinstance(job.result, float) for job in jobs)
+            print(
+                f"stopped, {done} of {len(jobs)} jobs are done: the same command continues",
+                flush=True,
+            )
+            sys.exit(0)
+
+    def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
+        """Run a job on share number `slot` of the GPUs: yield while it runs, print its output, set
+        its result.
+
+        folder: where the job file and the output of the job are written.
+        """
+        prefix = f"{job.number}: " if self.max_parallel > 1 else ""
+        log = folder / f"job-{job.number}.log"
+        line = b""
+        try:
+            torchrun = self.start(job, slot, log)
+        except OSError as error:  # a full disk, for example
+            return job.finish(f"torchrun could not be started: {error}")
+        with open(log, "rb") as output:
+            code = None
+            while code is None:
+                yield
+                code = torchrun.poll()
+                *lines, line = (line + output.read()).split(b"\n")
+                if code is not None and line:  # the last line may have no newline
+                    lines.append(line)
+                with suppress(OSError):  # a lost terminal must not end the sweep
+                    print(
+                        *(f"{prefix}{line.decode(errors='replace')}\n" for line in lines),
+                        sep="",
+                        end="",
+                        flush=True,
+                    )
+        failure = last_error(log) or f"torchrun ended with exit code {code}"
+        job.finish(failure if code else None)
+
+    def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
+        """Start torchrun for a job, on share number `slot` of the GPUs, and return the process.
+
+        torchrun writes to the file `log`, not to a pipe: wandb's service, for example, may keep a
+        pipe open for longer.
+        """
+        config = job.config
+        ranks = self.world_size(job.config.device)
+        if self.max_parallel > 1 and config.num_threads == "auto":
+            config = replace(
+                config, num_threads=max(1, usable_cores() // self.max_parallel // ranks)
+            )
+        job_file = log.with_suffix(".json")
+        write_job(job_file, to_builtins(config), job.run_dir)
+        variables = {
+            "OMP_NUM_THREADS": "1",  # without it torchrun prints a warning
+            "DDP_TRAINER_STOP_FILE": str(log.with_name("stop")),
+            "DDP_TRAINER_COMMAND": shlex.join(["python", "-m", "ddp_trainer", *sys.argv[1:]]),
+        }
+        if gpus := self.gpus_of(config.device, slot):
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        with suppress(OSError):
+            print(f"{job.label}: nproc_per_node={ranks}, {job.run_dir}", flush=True)
+        with open(log, "wb") as output:
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "ddp_trainer.launchers.agent",
+                    f"--nproc-per-node={ranks}",
+                    "--rdzv-backend=bound",
+                    "--rdzv-endpoint=127.0.0.1:0",
+                    "-m",
+                    "ddp_trainer",
+                    "train",
+                    f"job_file={job_file}",
+                ],
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # so that Ctrl-C reaches only the sweep, which stops its jobs gracefully
+                start_new_session=True,
+            )

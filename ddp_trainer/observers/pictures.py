@@ -1,0 +1,140 @@
+"""Pictures for the loggers: the first batch as the model sees it, class sizes, confusion matrix and
+worst mistakes.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.utils.data import Subset
+from torchvision.utils import make_grid
+
+from ddp_trainer.data.loaders import Loaders
+from ddp_trainer.data.readers import SampleReader, read_images
+from ddp_trainer.observers.loggers.base import LoggerGroup
+from ddp_trainer.scores.pictures import (
+    BLACK,
+    BLUE,
+    WHITE,
+    captioned_png,
+    confusion_png,
+    png,
+    printable,
+)
+from ddp_trainer.scores.scores import Scores, ids_of
+from ddp_trainer.training.results import LABEL, PREDICTION
+
+logger = logging.getLogger(__name__)
+
+MAX_IMAGES = 64
+MAX_CLASSES = 40
+MAX_MISTAKES = 32
+ROW = 16
+NAMES = 180
+BARS = 300
+NUMBERS = 60
+"""Pixels of the bar chart: height of a row, and widths of its columns."""
+
+
+def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_dir: Path) -> None:
+    """Record a picture of the first `images`, float [B, C, H, W], and, if known, a chart of the
+    sizes of classes.
+
+    The tags are ``train/first_batch`` and ``train/class_sizes``. Both are also written as PNG files
+    to pictures/.
+    """
+    if not loggers.loggers:
+        return
+    try:
+        mean = loaders.preprocessing["mean"]
+        std = loaders.preprocessing["std"]
+        pictures = {"first_batch": grid_png(images[:MAX_IMAGES].cpu(), mean=mean, std=std)}
+        labels = labels_of(loaders.train.reader)
+        if labels is not None:
+            counts = torch.bincount(labels.cpu(), minlength=len(loaders.class_names)).tolist()
+            pictures["class_sizes"] = bars_png(loaders.class_names, counts)
+        folder = run_dir / "pictures"
+        folder.mkdir(exist_ok=True)
+        for name, content in pictures.items():
+            loggers.image(f"train/{name}", content, 0)
+            (folder / f"{name}.png").write_bytes(content)
+    # a plug-in's labels may raise anything, and an error on one rank would hang the others
+    except Exception as error:
+        logger.warning(
+            "the pictures of the first batch were not recorded: %s: %s", type(error).__name__, error
+        )
+
+
+def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) -> None:
+    """Record ``eval/confusion_matrix`` and ``eval/mistakes``, the wrongly classified images with
+    the largest losses.
+
+    rows: the result of `SampleResults.gather`, float64 [N, 6].
+    """
+    if not loggers.loggers or not len(rows):
+        return
+    names = loaders.class_names
+    scores = Scores(rows, loaders.class_names)
+    try:
+        loggers.image("eval/confusion_matrix", confusion_png(scores.confusion, names), step)
+        worst = scores.mistakes()[:MAX_MISTAKES]
+        if len(worst):
+            pixels = read_images(loaders.eval.reader, ids_of(worst))
+            captions = [
+                (names[int(row[PREDICTION])], f"is {names[int(row[LABEL])]}")
+                for row in worst.tolist()
+            ]
+            loggers.image("eval/mistakes", captioned_png(list(pixels.cpu()), captions), step)
+    # a plug-in's reader may raise anything, and an error on one rank would hang the others
+    except Exception as error:
+        logger.warning(
+            "the pictures of the evaluation were not recorded: %s: %s", type(error).__name__, error
+        )
+
+
+def labels_of(source: Any) -> Tensor | None:
+    """Return the labels, int64 [N], of a data set or of a reader of one; None if it has no tensor
+    ``labels``.
+    """
+    if isinstance(source, SampleReader | Subset):
+        labels = labels_of(source.dataset)
+        return (
+            labels
+            if labels is None or isinstance(source, SampleReader)
+            else labels[list(source.indices)]
+        )
+    labels = getattr(source, "labels", None)
+    return labels if isinstance(labels, Tensor) else None
+
+
+def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> bytes:
+    """Return a PNG grid of normalized `images`, float [B, C, H, W]. Unless C is 1 or 3, only
+    channel 0 is shown.
+    """
+    pixels = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
+    pixels = pixels if pixels.shape[1] in (1, 3) else pixels[:, :1]
+    grid = make_grid(pixels.clamp(0, 1), nrow=math.ceil(math.sqrt(len(images))))
+    return png(Image.fromarray(grid.mul(255).round().to(torch.uint8).permute(1, 2, 0).numpy()))
+
+
+def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
+    """Return a PNG with a bar per class, largest first; only the largest and smallest if more than
+    `MAX_CLASSES`.
+    """
+    rows = sorted(zip(counts, names, strict=True), reverse=True)
+    if len(rows) > MAX_CLASSES:
+        rows = [*rows[: MAX_CLASSES // 2], *rows[-MAX_CLASSES // 2 :]]
+    image = Image.new("RGB", (NAMES + BARS + NUMBERS, ROW * len(rows) + ROW), WHITE)
+    draw = ImageDraw.Draw(image)
+    for number, (count, name) in enumerate(rows):
+        top = number * ROW + ROW // 2
+        draw.text((8, top + 2), printable(name, length=28), fill=BLACK)
+        end = NAMES + BARS * count / max(1, rows[0][0])
+        draw.rectangle((NAMES, top + 3, end, top + ROW - 3), fill=BLUE)
+        draw.text((end + 6, top + 2), f"{count:,}", fill=BLACK)
+    return png(image)

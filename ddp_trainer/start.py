@@ -1,0 +1,164 @@
+"""The start of a run: read the data set, join the process group, compare ranks, resolve precision
+and channels_last.
+"""
+
+import os
+import shutil
+import sysconfig
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_trainer import registry
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.data import DataConfig
+from ddp_trainer.config.errors import flatten_keys, require
+from ddp_trainer.config.schema import Config, Precision
+from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
+from ddp_trainer.data.loaders import Loaders, build_loaders
+from ddp_trainer.distributed.environment import Environment, c_compilers, installed_versions
+from ddp_trainer.distributed.process_group import World, prepare, process_group
+from ddp_trainer.runtime import keep_freed_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Config, process group, data and memory layout of a run, as `start` returns them to train,
+    benchmark and plan.
+    """
+
+    config: Config
+    """The config; precision=auto and channels_last=auto are replaced by the values for this
+    hardware.
+    """
+    world: World
+    datasets: Datasets
+    memory_format: torch.memory_format
+
+    def build_loaders(self) -> Loaders:
+        """Return the data loaders of this rank, for training and for evaluation."""
+        return build_loaders(
+            self.datasets,
+            self.config.data,
+            world=self.world,
+            seed=self.config.seed,
+            global_batch_size=self.config.global_batch_size,
+            eval_batch_size=self.config.eval_batch_size,
+            memory_format=self.memory_format,
+        )
+
+
+def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
+    """Read the data set, join the process group until `stack` closes, compare ranks, and resolve
+    some "auto" values.
+
+    Raises ConfigError on all ranks if config, versions or data of any rank are wrong, or differ
+    from those of rank 0. Collective: every rank must call this.
+    """
+    config.check_world_size(environment.world_size)
+    batch = config.global_batch_size
+    data = prepare(lambda: read_data(config.data, global_batch_size=batch), environment)
+    world = stack.enter_context(process_group(environment, **config.process_group))
+    versions = installed_versions() | {
+        f"plug-in {name}": v for name, v in registry.plugin_versions().items()
+    }
+    check_same("versions", versions, world, fix="install the same versions on all nodes")
+    check_same(
+        "config values", flatten_keys(to_builtins(config)), world, fix="use the same command line"
+    )
+    config = resolve_auto(config, world)
+    set_torch_switches(world, compile_model=config.compile, deterministic=config.deterministic)
+    datasets = data(world)
+    images = {"fingerprint": datasets.fingerprint}
+    check_same("images", images, world, fix="put the same data on every node")
+    return Start(
+        config=config,
+        world=world,
+        datasets=datasets,
+        memory_format=memory_format(config.channels_last),
+    )
+
+
+def memory_format(channels_last: bool | str) -> torch.memory_format:
+    """Return the memory layout of models and batches; "auto" means channels last."""
+    return torch.channels_last if channels_last in ("auto", True) else torch.contiguous_format
+
+
+def read_data(config: DataConfig, *, global_batch_size: int) -> Datasets:
+    """Return the data set, downloaded if necessary; ConfigError if too small. Call this before the
+    first collective.
+    """
+    datasets = build_datasets(config)
+    count = num_samples(datasets.train)
+    require(
+        global_batch_size <= count,
+        f"global_batch_size={global_batch_size} must be at most the number of training samples,"
+        f" {count}",
+    )
+    return datasets
+
+
+def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> None:
+    """Check that all ranks have the same `values`; ConfigError has `what`, the differing keys and
+    `fix`. Collective.
+    """
+    first, *others = world.all_gather_object(values)
+    for rank, other in enumerate(others, 1):
+        keys = [
+            key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)
+        ]
+        changes = "; ".join(f"{key}: {first.get(key)} → {other.get(key)}" for key in keys)
+        require(
+            not keys, f"rank {rank} was started with other {what} than rank 0 ({changes}): {fix}"
+        )
+
+
+def resolve_auto(config: Config, world: World) -> Config:
+    """Return `config` with the precision and memory layout for this hardware in place of "auto".
+    Collective.
+    """
+    if config.precision is Precision.auto:
+        # else precisions would differ
+        all_fast = all(world.all_gather_object(has_fast_bf16(world.device)))
+        precision = Precision.bf16 if all_fast and config.sync.supports_bf16 else Precision.fp32
+        config = replace(config, precision=precision)
+    return replace(config, channels_last=config.channels_last in ("auto", True))
+
+
+def set_torch_switches(world: World, *, compile_model: bool, deterministic: bool) -> None:
+    """Set global options of torch and of the memory allocator; ConfigError if a rank cannot
+    compile. Collective.
+    """
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    if compile_model:
+        world.raise_on_any_rank(lambda: check_compiler(world.device))
+    if deterministic:
+        # else cuBLAS fails; it reads this once
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it is slow
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile, or Triton on a GPU, finds the compiler and headers that it needs;
+    else ConfigError.
+    """
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    compilers = c_compilers() if device.type == "cuda" else ("g++", "clang++")
+    require(
+        headers.exists() and any(map(shutil.which, compilers)),
+        "compile=true needs a C++ compiler (on a GPU, a C compiler) and Python's headers, and this"
+        " host lacks one of them: install g++ and python3-dev, or use compile=false",
+    )
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Return whether `device` has instructions that multiply bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,168 @@
+"""A classifier of images: ``load(run_dir)(images)``."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf.errors import OmegaConfBaseException
+from PIL import Image
+from torch import Tensor, nn
+
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.messages import format_config_error
+from ddp_trainer.config.schema import Backend
+from ddp_trainer.data.images.decoding import BadImageError, decode
+from ddp_trainer.data.loaders import Normalize
+from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.distributed.process_group import choose_device
+from ddp_trainer.start import memory_format
+from ddp_trainer.tools.trained_model import BEST, TrainedModel, load_model
+from ddp_trainer.training.step import AUTOCAST
+
+Picture = str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
+"""A path, a PIL image, a NumPy array uint8 [H, W] or [H, W, C], or a tensor uint8 [C, H, W]."""
+BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The prediction for one image."""
+
+    label: str
+    probability: float
+    """The probability of `label`, in [0, 1]."""
+    top: list[tuple[str, float]]
+    """The most probable classes with their probabilities, the most probable first; the first is
+    `label`.
+    """
+
+
+class Classifier:
+    """A trained model with its classes and its preprocessing. Do not call it from two threads at
+    the same time.
+    """
+
+    def __init__(self, trained: TrainedModel, device: torch.device) -> None:
+        config = trained.config
+        preprocessing = trained.preprocessing
+        self.class_names = trained.class_names
+        self.preprocessing = preprocessing
+        self.device = device
+        self.autocast_dtype = AUTOCAST.get(config.precision)
+        layout = memory_format(config.channels_last)
+        self.model: nn.Module = trained.model.to(device).to(memory_format=layout)
+        self.normalize = Normalize(
+            preprocessing.mean, preprocessing.std, device=device, memory_format=layout
+        )
+
+    def __call__(self, images: Picture | Sequence[Picture], *, top: int = 5) -> list[Prediction]:
+        """Return a `Prediction` for each image, with the `top` most probable classes.
+
+        Raises:
+            BadImageError: a file cannot be read or decoded. ValueError: pixels have a wrong type or
+            shape.
+        """
+        return list(self.predictions(self.probabilities(images), top=top))
+
+    def probabilities(self, images: Picture | Sequence[Picture]) -> Tensor:
+        """Return the probability of each class for each image: float32 [N, classes]. Raises what
+        `__call__` raises.
+        """
+        single = isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 0) in (
+            2,
+            3,
+        )
+        sequence: Any = [images] if single else images
+        parts = [torch.empty(0, len(self.class_names))]
+        for start in range(0, len(sequence), BATCH_SIZE):
+            prepared = [
+                self.preprocessing.prepare(pixels_of(image))
+                for image in sequence[start : start + BATCH_SIZE]
+            ]
+            parts.append(self.of_pixels(torch.stack(prepared)))
+        return torch.cat(parts)
+
+    @torch.inference_mode()
+    def of_pixels(self, pixels: Tensor) -> Tensor:
+        """Return probabilities, float32 [B, classes] on the CPU. pixels: uint8 [B, C, H, W],
+        already preprocessed.
+        """
+        with torch.autocast(
+            self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
+        ):
+            logits = self.model(self.normalize(pixels.to(self.device)))
+        return logits.float().softmax(1).cpu()
+
+    def predictions(self, probabilities: Tensor, *, top: int = 5) -> Iterator[Prediction]:
+        """Yield a `Prediction` with the `top` most probable classes for each row of float32 [N,
+        classes].
+        """
+        values, classes = probabilities.topk(min(top, len(self.class_names)))
+        for row, numbers in zip(values.tolist(), classes.tolist(), strict=True):
+            pairs = [
+                (self.class_names[number], value)
+                for number, value in zip(numbers, row, strict=True)
+            ]
+            yield Prediction(*pairs[0], pairs)
+
+
+def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -> Classifier:
+    """Return the classifier that was trained in `run_dir`.
+
+    checkpoint: best, last, or a step; device: auto, cpu or cuda.
+
+    Raises:
+        ConfigError: the checkpoint does not exist, is damaged or of another version, or the machine
+        lacks the device.
+    """
+    try:
+        return open_classifier(
+            load_model(Path(run_dir).expanduser(), str(checkpoint), [f"device={device}"])
+        )
+    except OmegaConfBaseException as error:
+        raise ConfigError(format_config_error(error, [f"device={device}"])) from error
+
+
+def open_classifier(trained: TrainedModel) -> Classifier:
+    """Return `trained` as a classifier on the device that its config names; ConfigError if the
+    machine lacks it.
+    """
+    device, _ = choose_device(trained.config.device, Backend.auto, Environment())
+    return Classifier(trained, device)
+
+
+def pixels_of(image: Picture) -> Tensor:
+    """Return the pixels of a picture: uint8 [C, H, W].
+
+    Raises:
+        BadImageError: the file cannot be read or decoded. ValueError: pixels have a wrong type or
+        shape.
+    """
+    if isinstance(image, str | Path):
+        return read_file(Path(image))
+    if isinstance(image, Image.Image):
+        image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+    if isinstance(image, np.ndarray):
+        array = torch.from_numpy(np.array(image))  # a copy, because the array may be read-only
+        image = (
+            array[None] if array.ndim == 2 else array.permute(2, 0, 1) if array.ndim == 3 else array
+        )
+    if image.dtype != torch.uint8 or image.ndim != 3:
+        raise ValueError(
+            "pixels must be uint8 [H, W], [H, W, C] or, as a tensor, [C, H, W]; these are"
+            f" {image.dtype} {list(image.shape)}"
+        )
+    return image
+
+
+def read_file(path: Path) -> Tensor:
+    """Return an image file as RGB: uint8 [3, H, W]; BadImageError if it cannot be read or
+    decoded.
+    """
+    try:
+        return decode(np.fromfile(path, np.uint8))
+    except OSError as error:
+        raise BadImageError(error.strerror or str(error)) from error

@@ -1,0 +1,235 @@
+"""Exports of a trained model: safetensors, ``torch.export`` and ONNX, each compared with the
+checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import ConfigError, path_error, require
+from ddp_trainer.files import replace_file
+from ddp_trainer.models.state import load_state
+from ddp_trainer.tools.preprocessing import Preprocessing
+from ddp_trainer.tools.trained_model import TrainedModel
+
+TOLERANCE = 1e-5
+"""The largest allowed difference between a probability from an exported file and from the
+checkpoint.
+"""
+PACKAGES = {
+    "safetensors": ["safetensors"],
+    "pt2": [],
+    "onnx": ["onnx", "onnxscript", "onnxruntime"],
+}
+"""The packages that each format of an exported file needs."""
+CHECK_BATCH = 64
+
+Probabilities = Callable[[Tensor], Tensor]
+
+
+class ExportedModel(nn.Module):
+    """A module that takes images and returns the probabilities of the classes, float32 [N,
+    classes].
+
+    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32 [N,
+    C, H, W].
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, normalizes: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.normalizes = normalizes
+        self.image_shape = preprocessing.image_shape
+        deviation = torch.tensor(preprocessing.std)[:, None, None]
+        self.register_buffer("scale", 1 / (255 * deviation))
+        self.register_buffer("shift", -torch.tensor(preprocessing.mean)[:, None, None] / deviation)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return probabilities, float32 [N, classes]. images: the result of `prepare`."""
+        if self.normalizes:
+            images = images.to(torch.float32) * self.scale + self.shift
+        return self.model(images).softmax(1)
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W], which have the model's
+        size and channels.
+        """
+        return pixels if self.normalizes else pixels.to(torch.float32) * self.scale + self.shift
+
+
+def check_formats(formats: list[str]) -> None:
+    """Check that all `formats` exist and that their packages are installed; ConfigError if not."""
+    for name in formats:
+        require(
+            name in PACKAGES,
+            f"format={name} is not a valid choice; choose from {', '.join(PACKAGES)}",
+        )
+        missing = [package for package in PACKAGES[name] if find_spec(package) is None]
+        fix = "pip install 'ddp_trainer[export]', or leave the format out"
+        require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
+
+
+@torch.no_grad()
+def export_files(
+    trained: TrainedModel,
+    formats: list[str],
+    folder: Path,
+    *,
+    preprocessing_inside: bool,
+    images: Tensor,
+) -> dict[str, float]:
+    """Write ``model.<format>`` to `folder` for each format, and return its largest difference from
+    the checkpoint.
+
+    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the
+    checkpoint; if N is 0, it is kept without a comparison.
+
+    Raises:
+        ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or
+        cannot be written.
+        TransientError: the disk is full or does not answer.
+    """
+    model = ExportedModel(
+        trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside
+    ).eval()
+    expected = in_batches(model, model.prepare(images))
+    differences = {}
+    program: Any = None
+    for name in formats:
+        path = folder / f"model.{name}"
+        with new_file(path) as temporary:
+            try:
+                if name != "safetensors":
+                    program = program or export_program(model)
+                probabilities = WRITERS[name](trained, model, program, temporary)
+                found = in_batches(probabilities, model.prepare(images))
+            except (ConfigError, OSError):
+                raise
+            except (
+                Exception
+            ) as error:  # the exporters raise anything for a model that they do not support
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise ConfigError(
+                    f"format={name} is not possible for model={trained.config.model.name}: {reason}"
+                ) from error
+            differences[name] = float((found - expected).abs().max()) if len(images) else 0.0
+            require(
+                differences[name] <= TOLERANCE,
+                f"{path} was not written: on {len(images)} images its probabilities differ from the"
+                f" checkpoint's by {differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed:"
+                " choose another format",
+            )
+    return differences
+
+
+def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
+    """Call `probabilities` on `images` in batches of `CHECK_BATCH`, and return the results as one
+    tensor.
+    """
+    return (
+        torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)])
+        if len(images)
+        else images
+    )
+
+
+def export_program(model: ExportedModel) -> Any:
+    """Return the program that ``torch.export`` makes of `model`, for batches of any size."""
+    dtype = torch.uint8 if model.normalizes else torch.float32
+    example = torch.zeros(2, *model.image_shape, dtype=dtype)
+    return torch.export.export(
+        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
+    )
+
+
+def write_safetensors(
+    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+) -> Probabilities:
+    """Write weights and metadata to `path`; return `model` with the weights of this file. `program`
+    is not used.
+    """
+    from safetensors.torch import load_file, save
+
+    state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
+    path.write_bytes(save(state, metadata={"format": "pt", **metadata(trained)}))
+    load_state(model.model, load_file(path))
+    return model
+
+
+def write_pt2(
+    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+) -> Probabilities:
+    """Write `program`, an ExportedProgram, and the metadata to `path`; return the module read from
+    this file.
+    """
+    with open(path, "wb") as file:
+        torch.export.save(
+            program, file, extra_files={"metadata.json": json.dumps(metadata(trained))}
+        )
+    with open(path, "rb") as file:
+        return torch.export.load(file).module()
+
+
+def write_onnx(
+    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+) -> Probabilities:
+    """Write `program`, an ExportedProgram, as ONNX to `path`; return a function that runs this file
+    on images.
+    """
+    import onnxruntime
+
+    exported: Any = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["probabilities"],
+        dynamic_shapes={"images": {0: "batch"}},
+    )
+    exported.model.metadata_props.update(metadata(trained))
+    exported.save(path, external_data=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabilities]] = {
+    "safetensors": write_safetensors,
+    "pt2": write_pt2,
+    "onnx": write_onnx,
+}
+
+
+def metadata(trained: TrainedModel) -> dict[str, str]:
+    """Return the metadata of an exported file: class names, preprocessing, model and step, each as
+    JSON text.
+    """
+    return {
+        "class_names": json.dumps(trained.class_names),
+        "preprocessing": json.dumps(asdict(trained.preprocessing)),
+        "model": json.dumps(to_builtins(trained.config.model)),
+        "step": str(trained.step),
+    }
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, renamed to `path` if no error is raised; ConfigError or
+    TransientError if not written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as file:
+            yield Path(file.name)
+    except OSError as error:
+        raise path_error(error, f"{path} cannot be written: {error.strerror or error}") from error

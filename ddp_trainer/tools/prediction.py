@@ -1,0 +1,101 @@
+"""Predictions for image files, which threads read in advance; a bad file gets a reason in place of
+a prediction.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ddp_trainer.config.errors import path_error, require
+from ddp_trainer.data.images.file_index import IMAGE_FILES, walk
+from ddp_trainer.data.readers import NO_LABEL, SampleReader
+from ddp_trainer.tools.classifier import Classifier, Prediction, read_file
+from ddp_trainer.tools.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True, slots=True)
+class BadFile:
+    """A file that could not be read or decoded."""
+
+    reason: str
+
+
+class PictureFiles(Dataset[tuple[Tensor, int]]):
+    """Image files without labels. An item is a preprocessed image, uint8 [C, H, W], and 0 in place
+    of a label.
+    """
+
+    def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
+        self.paths = paths
+        self.preprocessing = preprocessing
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.preprocessing.prepare(read_file(Path(self.paths[index]))), 0
+
+    def path(self, index: int) -> str:
+        """Return the path of the file with this index."""
+        return self.paths[index]
+
+
+def predict_files(
+    classifier: Classifier, paths: list[str], *, batch_size: int, num_workers: int, top: int
+) -> Iterator[tuple[str, Prediction | BadFile]]:
+    """Yield each path, in order, with its prediction, or with the reason why there is none."""
+    channels, height, width = classifier.preprocessing.image_shape
+    files = PictureFiles(paths, classifier.preprocessing)
+    is_cuda = classifier.device.type == "cuda"
+    shape = (channels, height, width)
+    reader = SampleReader(
+        files, image_shape=shape, num_classes=1, num_workers=num_workers, pin_memory=is_cuda
+    )
+    parts = torch.arange(len(paths)).split(batch_size) if paths else ()
+    for ids, (pixels, labels) in zip(parts, reader.read(parts), strict=True):
+        predictions = classifier.predictions(classifier.of_pixels(pixels), top=top)
+        for index, label, prediction in zip(
+            ids.tolist(), labels.tolist(), predictions, strict=True
+        ):
+            path: str = paths[index]
+            yield path, prediction if label != NO_LABEL else BadFile(dict(reader.bad)[path])
+
+
+def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
+    """Return the image files that `words` name: a word is a file, a folder of images, or - for
+    paths on stdin.
+
+    Raises:
+        ConfigError: a file cannot be read, or a folder has no image.
+        TransientError: the file system does not answer.
+    """
+    paths: list[str] = []
+    for word in words:
+        if word == "-":
+            text = b"".join(standard_input)
+            separator = b"\0" if b"\0" in text else b"\n"  # from find -print0
+            paths += [os.fsdecode(line) for line in text.split(separator) if line]
+        elif os.path.isdir(word):
+            try:
+                names = sorted(name for name, _, _ in walk(os.fsencode(word), b"", {}, set()))
+            except OSError as error:
+                raise path_error(
+                    error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
+                ) from error
+            require(bool(names), f"{word} has no image: {IMAGE_FILES}")
+            paths += [os.path.join(word, os.fsdecode(name)) for name in names]
+        else:
+            try:
+                os.stat(word)
+            except OSError as error:
+                way_out = "give image files, a folder, or - for paths on stdin"
+                raise path_error(
+                    error, f"{word} cannot be read ({error.strerror}): {way_out}"
+                ) from error
+            paths.append(word)
+    return paths

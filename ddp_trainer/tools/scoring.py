@@ -1,0 +1,147 @@
+"""Score a trained model on a split, each sample once over all ranks, with the same code as during
+training.
+"""
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.data import SplitName
+from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.data.dataset import sample_name
+from ddp_trainer.data.loaders import EvaluationLoader, Normalize, build_reader
+from ddp_trainer.data.readers import read_images
+from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.distributed.process_group import World, prepare, process_group
+from ddp_trainer.scores.files import FOLDER, write_evaluation
+from ddp_trainer.scores.scores import Scores
+from ddp_trainer.start import check_same, memory_format, set_torch_switches
+from ddp_trainer.tools.splits import NamedSplit, open_split
+from ddp_trainer.tools.trained_model import TrainedModel, load_model
+from ddp_trainer.training.bad_samples import BadSamples
+from ddp_trainer.training.evaluation import evaluate
+from ddp_trainer.training.step import AUTOCAST
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """The scores of a model on a split, its speed over all ranks, and the folder with the written
+    files.
+    """
+
+    trained: TrainedModel
+    split: NamedSplit
+    scores: Scores
+    images_per_second: float
+    folder: Path
+
+
+def score_run(
+    run_dir: Path,
+    *,
+    checkpoint: str,
+    split: SplitName | None,
+    overrides: list[str],
+    environment: Environment,
+) -> Scored | None:
+    """Score a checkpoint, and write the files of the evaluation. Return the scores on rank 0, None
+    on other ranks.
+
+    checkpoint: best, last, or a step. split: None for the split on which the training evaluated.
+    overrides: ``key=value`` for keys that a resumed run may change. Collective: every rank must
+    call this.
+
+    Raises:
+        ConfigError, TransientError: the checkpoint, data or overrides cannot be used, or a file
+        cannot be written.
+    """
+    trained = load_model(run_dir, checkpoint, overrides)
+    is_other_folder = any(word.startswith("data.root=") for word in overrides)
+    opened = prepare(
+        lambda: open_split(trained, split, is_other_folder=is_other_folder), environment
+    )
+    with ExitStack() as stack:
+        world = stack.enter_context(process_group(environment, **trained.config.process_group))
+        named = opened(world)
+        what = {
+            "step": trained.step,
+            "images": named.fingerprint,
+            **flatten_keys(to_builtins(trained.config)),
+        }
+        check_same(
+            "config values, checkpoint or images",
+            what,
+            world,
+            fix="use the same command line, and the same files on every node",
+        )
+        if named.is_changed and world.is_main:
+            logger.warning(
+                "the images differ from those of the training (some were changed, added or"
+                " removed), and are scored as they are now: to score the same images as then,"
+                " restore them or set data.root"
+            )
+        set_torch_switches(world, compile_model=False, deterministic=trained.config.deterministic)
+        return score(trained, named, world)
+
+
+def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
+    """Score a model. Rank 0 writes evaluation/ in the run directory and returns scores, others get
+    None. Collective.
+    """
+    config = trained.config
+    preprocessing = trained.preprocessing
+    bad_samples: list[tuple[str, str]] = []
+    channels, height, width = preprocessing.image_shape
+    reader = build_reader(
+        split.images,
+        config.data,
+        image_shape=(channels, height, width),
+        num_classes=len(trained.class_names),
+        world=world,
+        bad=bad_samples,
+    )
+    layout = memory_format(config.channels_last)
+    normalize = Normalize(
+        preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout
+    )
+    loader = EvaluationLoader(reader, normalize, world, batch_size=config.eval_batch_size)
+    model = trained.model.to(world.device).to(memory_format=layout)
+    began = time.perf_counter()
+    rows = evaluate(model, loader, world.device, AUTOCAST.get(config.precision)).gather(world)
+    seconds = time.perf_counter() - began
+    BadSamples(
+        bad_samples, world, on_bad_image=config.data.on_bad_image, run_dir=trained.run_dir
+    ).gather()
+    scores = Scores(rows, trained.class_names)
+    folder = trained.run_dir / FOLDER / f"{trained.checkpoint}-{split.name}"
+    about: dict[str, Any] = {
+        "checkpoint": trained.checkpoint,
+        "split": split.name,
+        "data": config.data.description,
+    }
+    about |= {"step": trained.step, "epoch": trained.epoch}
+    paths = partial(sample_name, split.images)
+    read = partial(read_images, reader)
+    world.raise_on_any_rank(
+        lambda: (
+            write_evaluation(folder, scores, about, paths=paths, read=read)
+            if world.is_main
+            else None
+        )
+    )
+    if not world.is_main:
+        return None
+    return Scored(
+        trained=trained,
+        split=split,
+        scores=scores,
+        images_per_second=len(rows) / seconds,
+        folder=folder,
+    )

@@ -1,0 +1,179 @@
+"""A trained model from a checkpoint of a run directory, with the config, the classes and the
+preprocessing it needs.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
+from ddp_trainer.config.composition import free_keys, from_builtins, parse_setting
+from ddp_trainer.config.errors import (
+    ConfigError,
+    flatten_keys,
+    require,
+    require_run_dir,
+    suggestion,
+)
+from ddp_trainer.config.schema import Config
+from ddp_trainer.models import build_model
+from ddp_trainer.models.state import load_state
+from ddp_trainer.tools.preprocessing import Preprocessing
+
+logger = logging.getLogger(__name__)
+
+BEST = "best"
+LAST = "last"
+KEYS = (
+    "model",
+    "config",
+    "class_names",
+    "preprocessing",
+    "data_fingerprint",
+    "step",
+    "epoch",
+    "progress",
+)
+TEXTS = ("data.root", "data.cache_dir")
+"""Keys of the config whose values, except null, are taken as text, not parsed as YAML."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a checkpoint. Its parameters are on the CPU, and it is in evaluation mode."""
+
+    run_dir: Path
+    checkpoint: str
+    """best, last or a step, as the caller has given it."""
+    config: Config
+    model: nn.Module
+    class_names: list[str]
+    preprocessing: Preprocessing
+    step: int
+    epoch: int
+    data_fingerprint: str
+    evaluation: tuple[float | None, float, int]
+    """Loss, top-1 and number of images of the last evaluation before the checkpoint was saved; 0
+    images: none.
+    """
+
+
+def load_model(
+    run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] = ()
+) -> TrainedModel:
+    """Return the model of a checkpoint in `run_dir`. checkpoint: best, last (the newest), or the
+    number of a step.
+
+    overrides: ``key=value`` for keys that a resumed run may change, such as device and data.root.
+
+    Raises:
+        ConfigError: the checkpoint is missing, damaged or of another version, or an override is not
+        valid.
+    """
+    require_run_dir(run_dir)
+    path, state = read_checkpoint(run_dir, checkpoint)
+    missing = [key for key in KEYS if key not in state]
+    of_another = f"{path} was written by another version of ddp_trainer"
+    require(
+        not missing,
+        f"{of_another} and lacks the entries {', '.join(missing)}: use the version that wrote it",
+    )
+    try:
+        from_builtins(state["config"])
+    except (OmegaConfBaseException, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{of_another}, and this version cannot read its config ({reason}): use the version"
+            " that wrote it"
+        ) from error
+    config = from_builtins(override(state["config"], overrides))
+    names = list(state["class_names"])
+    shape = state["preprocessing"]["image_shape"]
+    model = build_model(
+        replace(config.model, weights=None), image_shape=tuple(shape), num_classes=len(names)
+    )
+    try:
+        load_state(model, state.get("ema") or state["model"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{path} does not fit the installed code of model={config.model.name} ({reason}):"
+            " install the version with which it was trained"
+        ) from error
+    return TrainedModel(
+        run_dir=run_dir,
+        checkpoint=checkpoint,
+        config=config,
+        model=model.eval(),
+        class_names=names,
+        preprocessing=Preprocessing(**state["preprocessing"]),
+        step=state["step"],
+        epoch=state["epoch"],
+        data_fingerprint=state["data_fingerprint"],
+        evaluation=tuple(state["progress"]["evaluation"]),
+    )
+
+
+def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
+    """Return `config` changed by `words` (``key=value``); ConfigError if a key is one that a
+    resumed run must keep.
+    """
+    tree = OmegaConf.create(config)
+    free = free_keys(config)
+    known = flatten_keys(config)
+    for word in words:
+        key, equals, text = word.partition("=")
+        require(bool(equals), f"{word} is not an option: write key=value")
+        require(
+            key in known,
+            f"{word} is unknown:"
+            f" {suggestion(key, known)[2:] or 'the config of the run has no such key'}",
+        )
+        require(
+            key in free,
+            f"{word} would change what was trained: leave it out; keys such as data.root and device"
+            " can be set",
+        )
+        is_text = key in TEXTS and text != "null"
+        value = (
+            text if is_text else OmegaConf.select(parse_setting(word), key, throw_on_missing=True)
+        )
+        OmegaConf.update(tree, key, value)
+    result: Any = OmegaConf.to_container(tree)
+    return result
+
+
+def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
+    """Return path and state of a checkpoint: best, last (the newest that is not damaged), or the
+    number of a step.
+
+    Raises:
+        ConfigError: the checkpoint does not exist or is damaged; the message lists the existing
+        ones.
+    """
+    folder = run_dir / "checkpoints"
+    steps = sorted(
+        (int(path.stem[5:]) for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()),
+        reverse=True,
+    )
+    files = {str(step): [folder / f"step-{step:08d}.pt"] for step in steps}
+    choices = {LAST: [path for paths in files.values() for path in paths], **files} if steps else {}
+    if (folder / "best.pt").exists():
+        choices = {BEST: [folder / "best.pt"], **choices}
+    fix = (
+        f"choose from {', '.join(choices)}" if choices else "the run has not saved a checkpoint yet"
+    )
+    reason = "does not exist"
+    for path in choices.get(checkpoint, []):
+        try:
+            return path, read_state(path)
+        except DamagedCheckpointError as error:
+            reason = str(error)
+            logger.warning("checkpoint %s %s", path, error)
+    raise ConfigError(f"checkpoint={checkpoint} of {run_dir} {reason}: {fix}")
