@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ddp_trainer.sync.base import GradientSync as GradientSync
     from ddp_trainer.tools.classifier import Classifier as Classifier
     from ddp_trainer.tools.classifier import load as load
-    from ddp_trainer.training.trainer import Trainer as Trainer
+    from ddp_trainer.training.run import Observer as Observer
+    from ddp_trainer.training.run import TrainingRun as TrainingRun
     from ddp_trainer.training_run import run as run
 
 _MODULES = {
@@ -32,7 +33,8 @@ _MODULES = {
     "GradientSync": "sync.base",
     "ImageTensors": "data.dataset",
     "Logger": "observers.loggers.base",
-    "Trainer": "training.trainer",
+    "Observer": "training.run",
+    "TrainingRun": "training.run",
     "World": "distributed.process_group",
     "load": "tools.classifier",
     "run": "training_run",

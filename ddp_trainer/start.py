@@ -1,6 +1,4 @@
-"""The start of a run: read the data set, join the process group, compare ranks, resolve precision
-and channels_last.
-"""
+"""The start of a run: data set, process group, comparison of ranks, and what is built of them."""
 
 import os
 import shutil
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
@@ -18,17 +17,24 @@ from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import flatten_keys, require
 from ddp_trainer.config.schema import Config, Precision
 from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
+from ddp_trainer.data.labels import class_counts
 from ddp_trainer.data.loaders import Loaders, build_loaders
 from ddp_trainer.distributed.environment import Environment, c_compilers, installed_versions
 from ddp_trainer.distributed.process_group import World, prepare, process_group
+from ddp_trainer.distributed.seeding import derive_seed
+from ddp_trainer.models import build_model
 from ddp_trainer.runtime import keep_freed_memory
+from ddp_trainer.sync import build_sync
+from ddp_trainer.training.gradient_check import GradientCheck
+from ddp_trainer.training.losses import build_loss
+from ddp_trainer.training.optimizers import build_optimizer
+from ddp_trainer.training.schedulers import lr_factor
+from ddp_trainer.training.step import StepSettings, TrainStep
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Config, process group, data and memory layout of a run, as `start` returns them to train,
-    benchmark and plan.
-    """
+    """Config, process group, data and memory layout of a run, and builders of its parts."""
 
     config: Config
     """The config; precision=auto and channels_last=auto are replaced by the values for this
@@ -49,6 +55,47 @@ class Start:
             eval_batch_size=self.config.eval_batch_size,
             memory_format=self.memory_format,
         )
+
+    def build_step(self) -> TrainStep:
+        """Return the training step of this rank, with its model, strategy and optimizer."""
+        config = self.config
+        datasets = self.datasets
+        num_classes = len(datasets.class_names)
+        torch.manual_seed(derive_seed(config.seed, purpose="model"))
+        model = self.world.raise_on_any_rank(  # the weights file may be missing on some nodes
+            lambda: build_model(
+                config.model, image_shape=datasets.image_shape, num_classes=num_classes
+            )
+        )
+        model.to(self.world.device).to(memory_format=self.memory_format)
+        if config.compile:
+            # In place and before DDP, so that DDP's hooks stay outside of the graph.
+            model.compile(dynamic=False)
+        optimizer = build_optimizer(
+            config.optimizer, model.parameters(), global_batch_size=config.global_batch_size
+        )
+        steps_per_epoch = num_samples(datasets.train) // config.global_batch_size
+        factor = lr_factor(
+            config.scheduler,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=steps_per_epoch * config.epochs,
+        )
+        step = TrainStep(
+            model,
+            build_sync(config.sync, self.world),
+            optimizer,
+            LambdaLR(optimizer, factor),
+            loss=build_loss(config.loss, class_counts=class_counts(datasets.train, num_classes)),
+            settings=StepSettings.of(config),
+            world=self.world,
+        )
+        if config.check.every_steps is not None:
+            step.hooks.append(
+                GradientCheck(
+                    step, every_steps=config.check.every_steps, deterministic=config.deterministic
+                )
+            )
+        return step
 
 
 def start(config: Config, environment: Environment, stack: ExitStack) -> Start:

@@ -1,55 +1,51 @@
-"""One training run from a config: builds its parts, owns the run directory, and closes everything
-again.
-"""
+"""One training run from a config: builds its parts, owns the run directory, closes everything."""
 
 import json
 import logging
 import platform
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer import registry
 from ddp_trainer.checkpoint.run_dir import lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.observers import ReportConfig
 from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.distributed.seeding import derive_seed
 from ddp_trainer.files import exclude_node, replace_text
-from ddp_trainer.models import build_model
-from ddp_trainer.observers.console import logging_to
-from ddp_trainer.observers.failures.monitor import END, FailureMonitor
-from ddp_trainer.observers.log_window import LogWindow
-from ddp_trainer.observers.loggers.base import build_loggers
-from ddp_trainer.observers.step_timer import StepTimer
+from ddp_trainer.observers.console import ConsoleProgress, logging_to
+from ddp_trainer.observers.failures.monitor import FailureMonitor
+from ddp_trainer.observers.flight_recorder import FlightRecorder
+from ddp_trainer.observers.hardware import Hardware, Sensors
+from ddp_trainer.observers.loggers.base import LoggerGroup, build_loggers
+from ddp_trainer.observers.pictures import Pictures
+from ddp_trainer.observers.ranks import PHASES, RankTimes
+from ddp_trainer.observers.records import Records
+from ddp_trainer.observers.step_times import StepTimer, StepTimes
+from ddp_trainer.observers.utilization import Utilization
 from ddp_trainer.runtime import disable_gc
 from ddp_trainer.start import Start, start
-from ddp_trainer.sync import build_sync
-from ddp_trainer.tools.final_report import write_final_report
 from ddp_trainer.training.control import ControlPoint
-from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck
-from ddp_trainer.training.optimizers import build_optimizer
-from ddp_trainer.training.schedulers import lr_factor
-from ddp_trainer.training.step import StepSettings, TrainStep
+from ddp_trainer.training.evaluation import build_metrics
+from ddp_trainer.training.gradient_check import CorruptionError
+from ddp_trainer.training.loop import fit
+from ddp_trainer.training.phase import Phase
+from ddp_trainer.training.run import Events, Observer, TrainingRun
 from ddp_trainer.training.summary import Status, Summary
-from ddp_trainer.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 3.0
-"""How long a rank of a job on several nodes waits before it ends, if only another rank got the
-request to stop.
+"""How long a rank of a job on several nodes waits to end if another rank got the stop request.
 
 torchrun stops all ranks of an elastic job when a node comes back, and starts them again. If the
 torchrun process of a node sees its ranks end before it has noticed the new node, it considers the
@@ -65,57 +61,61 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     `run_dir` is ``<output_dir>/<name>`` unless given. Resumes from the newest checkpoint in
     `run_dir`, if there is one.
 
-    Raises ConfigError if the config breaks a rule that depends on this machine, data set or
-    directory; TransientError for a condition that may go away, such as another launch in the same
-    directory.
+    Raises:
+        ConfigError: the config breaks a rule that depends on this machine, data set or directory.
+        TransientError: a condition that may go away, such as another launch in the same directory.
     """
     environment = read_environment()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     with ExitStack() as stack:
         begun = start(config, environment, stack)
-        config = begun.config
         world = begun.world
-        # A restarted job resumes even with resume=never. All ranks are asked: a late node does not
-        # know of the restart.
-        is_restart = any(world.all_gather_object(environment.is_restart))
-        resume = Resume.auto if is_restart and config.resume is Resume.never else config.resume
-        open_run_dir(run_dir, to_builtins(config), world, resume=resume, stack=stack)
-        stop_file = environment.stop_file if world.local_rank == 0 else None
-        stop = world.raise_on_any_rank(
-            lambda: stack.enter_context(
-                GracefulStop(stop_file, under_torchrun=environment.under_torchrun)
-            )
-        )
-        trainer = build_trainer(begun, run_dir, environment=environment, stop=stop, stack=stack)
-        log_header(trainer, begun.datasets)
+        resume = resolve_resume(begun.config, environment, world)
+        open_run_dir(run_dir, to_builtins(begun.config), world, resume=resume, stack=stack)
+        stop = catch_signals(environment, world, stack)
+        training = build_run(begun, run_dir, environment=environment, stop=stop, stack=stack)
+        log_header(training, begun.datasets)
         nodes = world.all_gather_object(environment.node)
         try:
-            summary = trainer.fit()
+            summary = fit(training)
         except CorruptionError as error:
-            if (
-                world.is_main
-                and config.check.on_corruption is OnCorruption.exclude
-                and error.rank is not None
-            ):
+            is_excluded = begun.config.check.on_corruption is OnCorruption.exclude
+            if world.is_main and is_excluded and error.rank is not None:
                 exclude_node(run_dir, nodes[error.rank])
             raise
-        trainer.monitor.phase = END  # files and loggers may take as long as they need
-        trainer.checkpoints.wait()
-        record_summary(summary, trainer)
-        write_final_report(trainer, begun.datasets)
-        del trainer  # no DDP module may outlive the process group
+        training.enter(Phase.end)  # files and loggers may take as long as they need
+        training.checkpoints.wait()
+        record_summary(summary, training)
+        training.emit("end")
+        del training  # no DDP module may outlive the process group
     is_stopped_by_another = summary.status is Status.stopped and not stop.is_set
     if is_stopped_by_another and environment.world_size > environment.local_world_size:
         time.sleep(RESTART_SECONDS)
     return summary
 
 
-def build_trainer(
-    begun: Start, run_dir: Path, *, environment: Environment, stop: GracefulStop, stack: ExitStack
-) -> Trainer:
-    """Return the trainer of run `begun`; `stack` closes failure monitor, loggers and checkpoint
-    store. Collective.
+def resolve_resume(config: Config, environment: Environment, world: World) -> Resume:
+    """Return how this launch resumes: a restarted job also resumes with resume=never. Collective.
+
+    All ranks are asked, because a late node does not know of the restart.
     """
+    is_restart = any(world.all_gather_object(environment.is_restart))
+    return Resume.auto if is_restart and config.resume is Resume.never else config.resume
+
+
+def catch_signals(environment: Environment, world: World, stack: ExitStack) -> GracefulStop:
+    """Return the flag of the graceful stop, whose signal handlers `stack` removes. Collective."""
+    stop_file = environment.stop_file if world.local_rank == 0 else None
+    under_torchrun = environment.under_torchrun
+    return world.raise_on_any_rank(
+        lambda: stack.enter_context(GracefulStop(stop_file, under_torchrun=under_torchrun))
+    )
+
+
+def build_run(
+    begun: Start, run_dir: Path, *, environment: Environment, stop: GracefulStop, stack: ExitStack
+) -> TrainingRun:
+    """Return the run with its parts and observers, which `stack` closes. Collective."""
     config = begun.config
     world = begun.world
     monitor = stack.enter_context(
@@ -131,35 +131,68 @@ def build_trainer(
     stack.callback(checkpoints.close)
     loaders = begun.build_loaders()
     with disable_gc():  # because DDP imports torch's compiler
-        timer, step = build_step(begun, partial(setattr, monitor, "phase"))
+        step = begun.build_step()
     control = ControlPoint(
-        world,
-        log_every_steps=config.log_every_steps,
-        checkpoint=config.checkpoint,
-        should_stop=stop.poll,
+        world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint
     )
-    window = LogWindow(
-        step, timer, loaders, log_every_steps=config.log_every_steps, run_dir=run_dir
-    )
-    monitor.on_failure = window.reports.recorder.write
-    return Trainer(
+    training = TrainingRun(
         config,
-        step=step,
-        window=window,
+        train_step=step,
         loaders=loaders,
         checkpoints=checkpoints,
-        loggers=loggers,
         control=control,
-        monitor=monitor,
+        metrics=build_metrics(config.metric.values()),
+        should_stop=stop.poll,
     )
+    observers = build_observers(training, monitor, loggers, stack)
+    training.events = Events(list(observers.values()), list(observers))
+    step.on_phase = training.enter
+    monitor.emit_failure = partial(training.emit, "failure")
+    return training
+
+
+def build_observers(
+    training: TrainingRun, monitor: FailureMonitor, loggers: LoggerGroup, stack: ExitStack
+) -> dict[str, Observer]:
+    """Return all observers by name, in the order in which they are called.
+
+    The project's own observers add values to log records, then those of the config; the last one
+    passes the records to the loggers.
+    """
+    step = training.train_step
+    device = training.world.device
+    timer = StepTimer(device, step.model)
+    utilization = Utilization(
+        step.model, training.loaders.image_shape, device=device, dtype=step.settings.autocast_dtype
+    )
+    sensors = Sensors(device)
+    recorder = FlightRecorder(training.run_dir, PHASES, rank=training.world.rank)
+    console = ConsoleProgress()
+    stack.callback(console.close)
+    return {
+        "failures": monitor,
+        "ranks": RankTimes(timer, sensors, recorder),
+        "step_times": StepTimes(timer, utilization, num_devices=step.sync.num_devices),
+        "hardware": Hardware(sensors),
+        "console": console,
+        "pictures": Pictures(loggers),
+        **build_own_observers(training.config),
+        "records": Records(loggers),
+    }
+
+
+def build_own_observers(config: Config) -> dict[str, Observer]:
+    """Return the observers that the config chooses, by name; report=true adds observer=report."""
+    chosen = dict(config.observer)
+    if config.report:
+        chosen.setdefault("report", ReportConfig())
+    return {name: registry.build("observer", one, returns=Observer) for name, one in chosen.items()}
 
 
 def open_run_dir(
     run_dir: Path, config: dict[str, Any], world: World, *, resume: Resume, stack: ExitStack
 ) -> None:
-    """Create and lock `run_dir` on rank 0, and write log messages to it, both until `stack` closes.
-    Collective.
-    """
+    """Create and lock `run_dir`, and log to it, until `stack` closes. Collective."""
     lock = lock_run_dir(run_dir, config, resume=resume)
     backup_dir = world.raise_on_any_rank(
         lambda: stack.enter_context(lock) if world.is_main else None
@@ -173,69 +206,17 @@ def open_run_dir(
         write_output(run_dir / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 
-def build_step(
-    begun: Start, on_phase: Callable[[str], None] = lambda phase: None
-) -> tuple[StepTimer, TrainStep]:
-    """Build and return the step timer and the training step. on_phase: called with the name of each
-    phase of a step.
-    """
-    config = begun.config
-    world = begun.world
-    datasets = begun.datasets
-    torch.manual_seed(derive_seed(config.seed, purpose="model"))
-    model = world.raise_on_any_rank(  # the weights file may be missing on some nodes
-        lambda: build_model(
-            config.model, image_shape=datasets.image_shape, num_classes=len(datasets.class_names)
-        )
-    )
-    model.to(world.device).to(memory_format=begun.memory_format)
-    if config.compile:
-        # in place and before DDP, so that DDP's hooks stay outside of the graph
-        model.compile(dynamic=False)
-    optimizer = build_optimizer(
-        config.optimizer, model.parameters(), global_batch_size=config.global_batch_size
-    )
-    steps_per_epoch = num_samples(datasets.train) // config.global_batch_size
-    factor = lr_factor(
-        config.scheduler,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=steps_per_epoch * config.epochs,
-    )
-    timer = StepTimer(world.device, model)
-
-    def enter(phase: str) -> None:
-        on_phase(phase)
-        timer.enter(phase)
-
-    step = TrainStep(
-        model,
-        build_sync(config.sync, world),
-        optimizer,
-        LambdaLR(optimizer, factor),
-        settings=StepSettings(
-            **{name: getattr(config, name) for name in StepSettings.__dataclass_fields__}
-        ),
-        world=world,
-        on_phase=enter,
-    )
-    if config.check.every_steps is not None:
-        step.check = GradientCheck(
-            step, every_steps=config.check.every_steps, deterministic=config.deterministic
-        )
-    return timer, step
-
-
-def log_header(trainer: Trainer, datasets: Datasets) -> None:
+def log_header(training: TrainingRun, datasets: Datasets) -> None:
     """Log the model, the data, the devices, the batch sizes and the run directory."""
-    config = trainer.config
-    world = trainer.world
-    sampler = trainer.loaders.sampler
+    config = training.config
+    world = training.world
+    sampler = training.loaders.sampler
     device = (
         torch.cuda.get_device_name(world.device)
         if world.device.type == "cuda"
         else platform.processor()
     )
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
     split = config.data.eval_split
     logger.info(
         "%s (%s parameters) on %s: %d training, %d %s images",
@@ -276,30 +257,23 @@ def log_header(trainer: Trainer, datasets: Datasets) -> None:
             "best.pt is chosen on the test split: set data.validation_fraction=0.1 to hold out"
             " images for it"
         )
-    logger.info("run directory %s", trainer.run_dir)
+    logger.info("run directory %s", training.run_dir)
 
 
-def record_summary(summary: Summary, trainer: Trainer) -> None:
-    """On rank 0, write summary.json and log it. If stopped, write the file `STOPPED`; else give
-    loggers the scores.
-    """
-    if not trainer.world.is_main:
+def record_summary(summary: Summary, training: TrainingRun) -> None:
+    """On rank 0, write summary.json and log it; if stopped, also write the file `STOPPED`."""
+    if not training.world.is_main:
         return
-    write_output(trainer.run_dir / "summary.json", summary.to_json())
+    write_output(training.run_dir / "summary.json", summary.to_json())
     if summary.status is Status.stopped:
-        write_output(trainer.run_dir / STOPPED, f"{summary.steps}\n")
+        write_output(training.run_dir / STOPPED, f"{summary.steps}\n")
         logger.info("stopped at step %d, not finished: the same command resumes it", summary.steps)
         return
-    if summary.eval_loss is not None:
-        results = {"hparam/top1": summary.eval_top1, "hparam/loss": summary.eval_loss}
-        trainer.loggers.hparams(flatten_keys(to_builtins(trainer.config)), results)
     logger.info(summary.line())
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that training does not depend on; a failure, such as a full disk, only logs a
-    warning.
-    """
+    """Write a file that training does not depend on; a failure only logs a warning."""
     try:
         replace_text(path, text)
     except OSError as error:

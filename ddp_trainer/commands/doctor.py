@@ -40,7 +40,7 @@ from ddp_trainer.launchers.fitness import UNITS, measure_fitness
 from ddp_trainer.launchers.node_check import SLOW
 from ddp_trainer.launchers.node_check.client import CLOCK_SECONDS
 from ddp_trainer.observers.failures.stack_exchange import stacks_of
-from ddp_trainer.observers.step_timer import median_seconds
+from ddp_trainer.timing import median_seconds
 
 MB = 2**20
 RANK_MB = (

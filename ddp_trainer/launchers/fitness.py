@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ddp_trainer.observers.step_timer import synchronize
+from ddp_trainer.timing import synchronize
 
 MATMUL = "matrix product"
 BANDWIDTH = "memory bandwidth"

@@ -4,14 +4,17 @@ of rank 0 only.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ddp_trainer.training.phase import Phase
+from ddp_trainer.training.run import Observer, TrainingRun
+
+logger = logging.getLogger(__name__)
 PACKAGE = logging.getLogger("ddp_trainer")
 
 
@@ -80,30 +83,53 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
                 handler.close()
 
 
-@contextmanager
-def progress_bar(
-    text: str, *, step: int, steps: int, enabled: bool
-) -> Iterator[Callable[[], None]]:
-    """Show a progress bar from `step` to `steps` inside the context, if `enabled` and on a
-    terminal.
+class ConsoleProgress(Observer):
+    """Logs a line after each evaluation and, on a terminal, shows a bar of the epoch's steps."""
 
-    Yields a function that moves the bar by one step, or does nothing if there is no bar.
-    """
-    if not (enabled and get_console().is_terminal):
-        yield lambda: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=get_console(), transient=True)
-    task = bar.add_task(text, total=steps, completed=step)
-    with suppress(OSError):  # the terminal was closed
-        bar.start()
-    try:
-        yield partial(bar.advance, task)
-    finally:
-        with suppress(OSError):
-            bar.stop()
+    def __init__(self) -> None:
+        self.bar: Progress | None = None
+        self.line = "nothing left to train"
+        """Loss, accuracy and speed at the last log point."""
+
+    def on_epoch(self, run: TrainingRun) -> None:
+        if not (run.world.is_main and get_console().is_terminal):
+            return
+        text = f"epoch {run.epoch + 1}/{run.config.epochs}"
+        done = run.step % run.steps_per_epoch
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, console=get_console(), transient=True)
+        self.task = self.bar.add_task(text, total=run.steps_per_epoch, completed=done)
+        with suppress(OSError):  # the terminal was closed
+            self.bar.start()
+
+    def on_step(self, run: TrainingRun) -> None:
+        if self.bar is not None:
+            self.bar.advance(self.task)
+
+    def on_phase(self, run: TrainingRun, phase: Phase) -> None:
+        if phase is Phase.evaluation:
+            self.close()
+
+    def on_log(self, run: TrainingRun) -> None:
+        loss = run.values["train/loss"]
+        top1 = run.values["train/top1"]
+        rate = run.values["throughput/images_per_second"]
+        self.line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
+
+    def on_evaluation(self, run: TrainingRun) -> None:
+        place = f"epoch {run.epoch + 1}/{run.config.epochs}"
+        split = run.config.data.eval_split
+        logger.info("%s · %s · %s %.4f", place, self.line, split, run.evaluation.top1)
+
+    def close(self) -> None:
+        """Remove the bar; to be called at the end of a launch, however it ends."""
+        bar = self.bar
+        self.bar = None
+        if bar is not None:
+            with suppress(OSError):
+                bar.stop()

@@ -28,6 +28,7 @@ from ddp_trainer.scores.pictures import (
 )
 from ddp_trainer.scores.scores import Scores, ids_of
 from ddp_trainer.training.results import LABEL, PREDICTION
+from ddp_trainer.training.run import Observer, TrainingRun
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,25 @@ NAMES = 180
 BARS = 300
 NUMBERS = 60
 """Pixels of the bar chart: height of a row, and widths of its columns."""
+
+
+class Pictures(Observer):
+    """Records the first batch and the class sizes, then confusion matrices and mistakes."""
+
+    def __init__(self, loggers: LoggerGroup) -> None:
+        self.loggers = loggers
+
+    def on_step(self, run: TrainingRun) -> None:
+        if run.step == 1 and run.batch is not None:
+            log_pictures(self.loggers, run.loaders, run.batch.images, run_dir=run.run_dir)
+
+    def on_evaluation(self, run: TrainingRun) -> None:
+        # After epochs 1, 2, 4, 8 and so on: a long run gets few of these large pictures.
+        is_power_of_two = (run.epoch + 1) & run.epoch == 0
+        is_wanted = bool(run.config.logger) and (is_power_of_two or run.step >= run.last_step)
+        if is_wanted and run.results is not None:
+            rows = run.results.gather(run.world)
+            log_scores(self.loggers, run.loaders, rows, run.step)
 
 
 def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_dir: Path) -> None:

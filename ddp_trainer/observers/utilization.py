@@ -14,7 +14,7 @@ from functools import cache, cached_property
 import torch
 from torch import nn
 
-from ddp_trainer.observers.step_timer import median_seconds
+from ddp_trainer.timing import median_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
 from ddp_trainer.start import memory_format
 from ddp_trainer.tools.trained_model import BEST, TrainedModel, load_model
-from ddp_trainer.training.step import AUTOCAST
+from ddp_trainer.training.step import autocast_dtype
 
 Picture = str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, a PIL image, a NumPy array uint8 [H, W] or [H, W, C], or a tensor uint8 [C, H, W]."""
@@ -51,7 +51,7 @@ class Classifier:
         self.class_names = trained.class_names
         self.preprocessing = preprocessing
         self.device = device
-        self.autocast_dtype = AUTOCAST.get(config.precision)
+        self.autocast_dtype = autocast_dtype(config.precision)
         layout = memory_format(config.channels_last)
         self.model: nn.Module = trained.model.to(device).to(memory_format=layout)
         self.normalize = Normalize(

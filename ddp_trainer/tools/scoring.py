@@ -25,7 +25,7 @@ from ddp_trainer.tools.splits import NamedSplit, open_split
 from ddp_trainer.tools.trained_model import TrainedModel, load_model
 from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.evaluation import evaluate
-from ddp_trainer.training.step import AUTOCAST
+from ddp_trainer.training.step import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
     loader = EvaluationLoader(reader, normalize, world, batch_size=config.eval_batch_size)
     model = trained.model.to(world.device).to(memory_format=layout)
     began = time.perf_counter()
-    rows = evaluate(model, loader, world.device, AUTOCAST.get(config.precision)).gather(world)
+    rows = evaluate(model, loader, world.device, autocast_dtype(config.precision)).gather(world)
     seconds = time.perf_counter() - began
     BadSamples(
         bad_samples, world, on_bad_image=config.data.on_bad_image, run_dir=trained.run_dir

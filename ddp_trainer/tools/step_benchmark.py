@@ -31,13 +31,15 @@ from ddp_trainer.config.sync import (
 )
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.process_group import World
-from ddp_trainer.observers.step_timer import PHASES, StepTimer, median_seconds, synchronize
+from ddp_trainer.observers.step_times import StepTimer
 from ddp_trainer.start import Start
 from ddp_trainer.sync.base import flatten, unflatten
 from ddp_trainer.sync.ddp import DDPSync
+from ddp_trainer.timing import median_seconds, synchronize
 from ddp_trainer.tools.costs import VARIANTS, Compute, Network, sent_bytes
+from ddp_trainer.training.loop import in_data_phase
+from ddp_trainer.training.phase import TAGS, Phase
 from ddp_trainer.training.step import TrainStep
-from ddp_trainer.training_run import build_step
 
 Tags = dict[str, float]
 """The measurements of a `StepTimer` over several steps, by tag such as ``time/step_ms``."""
@@ -73,7 +75,7 @@ class StepRun:
         self.timer.restart()
         for batch in islice(self.batches(), count):
             self.step(batch.images, batch.labels)
-        self.timer.enter("gradient sync")
+        self.timer.enter(Phase.gradient_sync)
         self.step.sync.synchronize(self.step.optimizer)
         return self.timer.close_window(self.step.settings.global_batch_size)
 
@@ -84,7 +86,7 @@ class StepRun:
         sampler = self.loaders.sampler
         while True:
             sampler.set_epoch(*divmod(self.step.count, sampler.steps_per_epoch))
-            yield from self.timer.timed(self.loaders.train)
+            yield from in_data_phase(self.loaders.train, self.timer.enter)
 
 
 def median_tags(windows: Sequence[Tags]) -> Tags:
@@ -96,7 +98,9 @@ def build_step_run(begun: Start, loaders: Loaders | None = None) -> StepRun:
     """Return a new training step for the config and data of `begun`; loaders: those of another
     step; None: new ones.
     """
-    timer, step = build_step(begun)
+    step = begun.build_step()
+    timer = StepTimer(begun.world.device, step.model)
+    step.on_phase = timer.enter
     step.sync.begin()
     return StepRun(
         config=begun.config, step=step, timer=timer, loaders=loaders or begun.build_loaders()
@@ -247,7 +251,7 @@ def to_row(name: str, run: StepRun, *, windows: list[Tags], base: list[Tags]) ->
         "images_per_second": medians["throughput/images_per_second"],
         "images_per_second_by_round": [tags["throughput/images_per_second"] for tags in windows],
         "step_ms": medians["time/step_ms"],
-        "phases_ms": {phase: medians[f"time/{phase}_ms"] for phase in PHASES.values()},
+        "phases_ms": {phase: medians[f"time/{phase}_ms"] for phase in TAGS},
         "relative": statistics.median(ratios),
         "relative_min": min(ratios),
         "relative_max": max(ratios),

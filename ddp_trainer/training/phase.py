@@ -4,46 +4,35 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """A phase of a training. The value is its name in messages."""
+    """A phase of a training: its name in messages, and its name in tags of step times."""
 
-    start = "start"
-    compilation = "compilation"
-    data = "data"
-    forward = "forward"
-    backward = "backward"
-    gradient_sync = "gradient sync"
-    check = "check"
-    optimizer = "optimizer"
-    between_steps = "between steps"
-    control_point = "control point"
-    evaluation = "evaluation"
-    save = "save"
-    end = "end"
+    def __init__(self, text: str, tag: str) -> None:
+        self.text = text
+        """The name in messages."""
+        self.tag = tag
+        """The name in tags such as ``time/data_wait_ms``; several phases share one."""
 
-    @property
-    def tag(self) -> str:
-        """The name of the phase in tags such as ``time/data_wait_ms``; several phases share one."""
-        return TAGS.get(self, "other")
-
-    @property
-    def is_own_work(self) -> bool:
-        """Whether a rank does not wait for other ranks in this phase."""
-        return self in OWN_WORK
-
-    @property
-    def may_take_any_time(self) -> bool:
-        """Whether a rank without progress in this phase is no failure.
-
-        torch.compile waits for compilers, and an ending run for files and loggers.
-        """
-        return self in (Phase.compilation, Phase.end)
+    start = ("start", "other")
+    compilation = ("compilation", "other")
+    data = ("data", "data_wait")
+    forward = ("forward", "forward_backward")
+    backward = ("backward", "forward_backward")
+    gradient_sync = ("gradient sync", "communication")
+    check = ("check", "other")
+    optimizer = ("optimizer", "optimizer")
+    between_steps = ("between steps", "other")
+    control_point = ("control point", "other")
+    evaluation = ("evaluation", "other")
+    save = ("save", "other")
+    end = ("end", "other")
 
 
-TAGS = {
-    Phase.data: "data_wait",
-    Phase.forward: "forward_backward",
-    Phase.backward: "forward_backward",
-    Phase.gradient_sync: "communication",
-    Phase.optimizer: "optimizer",
-}
+TAGS = tuple(dict.fromkeys(phase.tag for phase in Phase))
+"""The names of phases in tags."""
 OWN_WORK = (Phase.data, Phase.forward, Phase.backward, Phase.optimizer, Phase.between_steps)
+"""The phases in which a rank does not wait for other ranks."""
+MAY_TAKE_ANY_TIME = (Phase.compilation, Phase.end)
+"""The phases in which a rank without progress is no failure.
+
+torch.compile waits for compilers, and an ending run for files and loggers.
+"""

@@ -1,29 +1,26 @@
-"""One optimizer step as an object, which the trainer, the benchmark and the conformance
-tests use.
-"""
+"""One optimizer step as an object, which the loop, the benchmark and the conformance tests use."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_trainer.config.schema import EmaConfig, OnNonfinite, Precision
+from ddp_trainer.config.schema import Config, OnNonfinite, Precision
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
-from ddp_trainer.sync.buffers import flatten_buffers, restore_buffers
+from ddp_trainer.sync.buffers import flatten_buffers, preserved_buffers, restore_buffers
+from ddp_trainer.training.losses import Loss, labeled
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 from ddp_trainer.training.optimizers import match_layout
-
-AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+from ddp_trainer.training.phase import Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,42 +28,44 @@ class StepSettings:
     """The values of the config that a step needs."""
 
     global_batch_size: int
-    seed: int = 0
-    gradient_accumulation_steps: int = 1
-    label_smoothing: float = 0.0
-    max_grad_norm: float | None = None
-    precision: Precision = Precision.fp32
-    """fp32, bf16 or fp16; "auto" has been replaced by one of them."""
-    on_nonfinite: OnNonfinite = OnNonfinite.stop
-    ema: EmaConfig = field(default_factory=EmaConfig)
+    seed: int
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    autocast_dtype: torch.dtype | None
+    """The dtype of matrix products and convolutions; None: the dtype of the parameters."""
+    skips_nonfinite: bool
+    """Whether an update whose gradients are not finite is skipped (on_nonfinite=skip)."""
+    ema_decay: float | None
 
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of matrix products and convolutions; None for the dtype of the parameters."""
-        return AUTOCAST.get(self.precision)
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the context in which a forward pass runs at the configured precision."""
-        return torch.autocast(
-            device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
+    @classmethod
+    def of(cls, config: Config) -> "StepSettings":
+        """Return the settings in `config`, whose precision must not be auto."""
+        return cls(
+            global_batch_size=config.global_batch_size,
+            seed=config.seed,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            max_grad_norm=config.max_grad_norm,
+            autocast_dtype=autocast_dtype(config.precision),
+            skips_nonfinite=config.on_nonfinite is OnNonfinite.skip,
+            ema_decay=config.ema.decay,
         )
 
 
-class StepCheck(Protocol):
-    """A check of the gradients before the optimizer uses them, in steps where `is_due`; its errors
-    end the training.
-    """
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype of matrix products and convolutions; None: the dtype of the parameters."""
+    return {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
 
-    def begin(self, step: int) -> None: ...
-    @property
-    def is_due(self) -> bool: ...
-    def watch(self, images: Tensor, labels: Tensor) -> None: ...
-    def compare(self, images: Tensor, labels: Tensor) -> None: ...
+
+class StepHook(Protocol):
+    """Code that runs inside of each step, on every rank; its errors end the training."""
+
+    def before_forward(self, images: Tensor, labels: Tensor) -> None: ...
+
+    def before_optimizer(self, images: Tensor, labels: Tensor) -> None: ...
 
 
 class TrainStep:
-    """One optimizer step: forward, backward, gradient accumulation, clipping, loss scaling,
-    optimizer and schedule.
+    """One optimizer step: forward, backward, clipping, loss scaling, optimizer and schedule.
 
     `model` is the bare module, which is evaluated, clipped and saved. `replica` is the module that
     the strategy returns for `model`; a step calls `replica`.
@@ -79,197 +78,196 @@ class TrainStep:
         optimizer: Optimizer,
         scheduler: LambdaLR,
         *,
+        loss: Loss,
         settings: StepSettings,
         world: World,
-        on_phase: Callable[[str], None] = lambda phase: None,
+        on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self.model = model
         self.sync = sync
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.loss_per_sample = loss
         self.settings = settings
         self.world = world
         self.on_phase = on_phase
-        self.ema = (
-            None if settings.ema.decay is None else AveragedWeights(model, settings.ema.decay)
-        )
-        self.models = nn.ModuleList([model] if self.ema is None else [model, self.ema.module])
-        """The model, and the model with averaged weights if there is one; the last entry is
-        evaluated.
-        """
+        self.hooks: list[StepHook] = []
+        self.ema = None
+        if settings.ema_decay is not None:
+            self.ema = AveragedWeights(model, settings.ema_decay)
         self.replica = sync.wrap(model)
-        self.scaler = torch.amp.GradScaler(
-            world.device.type, enabled=settings.precision is Precision.fp16
-        )
+        uses_fp16 = settings.autocast_dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_fp16)
         self.sums = MetricSums(world.device)
         self.nonfinite = NonFinite(world.device)
-        self.check: StepCheck | None = None
         self.count = 0
         """The number of optimizer steps taken, over all launches."""
         self.lr = 0.0
         """The learning rate of the last step."""
 
-    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step. Return this rank's part of the mean loss, a scalar; the sum over
-        ranks is the mean.
+    @property
+    def models(self) -> nn.ModuleList:
+        """The model, then the model with averaged weights, if any; the last entry is evaluated."""
+        return nn.ModuleList([self.model] if self.ema is None else [self.model, self.ema.module])
 
-        images: float32 [B, C, H, W], labels: int64 [B], or float32 [B, classes] for mixed images.
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Take one optimizer step; return this rank's part of the mean loss, a scalar.
+
+        The sum over ranks is the mean loss of the global batch.
+        images: float32 [B, C, H, W]. labels: int64 [B], or float32 [B, classes] for mixed images.
         """
-        self.on_phase("forward")
-        # Dropout draws from torch's generator. Its seed depends on the step, so that a resumed run
-        # draws the same.
-        seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {self.world.rank}")
+        self.on_phase(Phase.forward)
+        self.seed(self.world.rank)
+        # Only needed to skip an update: its forward pass has changed BatchNorm's statistics.
+        statistics = flatten_buffers(self.model) if self.settings.skips_nonfinite else None
+        for hook in self.hooks:
+            hook.before_forward(images, labels)
+
+        loss = self.accumulate(images, labels)
+
+        self.on_phase(Phase.gradient_sync)
+        self.sync.before_step()  # .grad is now the mean over ranks, if the strategy averages it
+        for hook in self.hooks:
+            self.on_phase(Phase.check)
+            hook.before_optimizer(images, labels)
+
+        self.on_phase(Phase.optimizer)
+        self.update(loss, statistics)
+
+        self.on_phase(Phase.gradient_sync)
+        self.sync.after_step(self.optimizer)  # parameters are equal, if sync.is_synchronized
+        if self.ema is not None:
+            self.ema.update()
+        self.on_phase(Phase.between_steps)
+        self.count += 1
+        return loss
+
+    def seed(self, rank: int) -> None:
+        """Seed torch's generators for dropout by step and rank: a resumed run draws the same."""
+        seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {rank}")
         seed_device(self.world.device, seed)
-        statistics = (
-            flatten_buffers(self.model) if self.settings.on_nonfinite is OnNonfinite.skip else None
-        )
-        check = self.check if self.check is not None and self.check.is_due else None
-        if check is not None:
-            check.watch(images, labels)
+
+    def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Run forward and backward of all microbatches; return this rank's part of the loss."""
         *early, last = self.split(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
             for microbatch in early:
                 loss += self.backward(*microbatch)
-        loss += self.backward(*last)
-        self.on_phase("gradient sync")
-        # .grad is now the mean over ranks, if the strategy averages gradients
-        self.sync.before_step()
-        if check is not None:
-            self.on_phase("check")
-            check.compare(images, labels)
-        self.on_phase("optimizer")
-        self.clip_and_step(loss, statistics)
-        self.on_phase("gradient sync")
-        # parameters are equal on every rank, if sync.is_synchronized
-        self.sync.after_step(self.optimizer)
-        if self.ema is not None:
-            self.ema.update()
-        self.on_phase("between steps")
-        self.count += 1
-        return loss
-
-    def begin_training(self) -> None:
-        """Put the model into training mode, except frozen BatchNorm layers, whose statistics must
-        not change.
-        """
-        self.replica.train()
-        for module in self.replica.modules():
-            own = list(module.parameters(recurse=False))
-            if (
-                isinstance(module, _BatchNorm)
-                and own
-                and not any(parameter.requires_grad for parameter in own)
-            ):
-                module.eval()
+        return loss + self.backward(*last)
 
     def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Split a rank's share of a global batch into microbatches whose sizes differ by at most
-        one.
-        """
+        """Split a rank's share of a batch into microbatches whose sizes differ by at most one."""
         parts = self.settings.gradient_accumulation_steps
         return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
 
     def backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Add a microbatch's gradients to ``.grad``. Return the sum of its losses, divided by the
-        global batch size.
-        """
-        self.on_phase("forward")
+        """Add a microbatch's gradients to ``.grad``; return its losses / the global batch size."""
+        self.on_phase(Phase.forward)
         loss, loss_sum, logits = self.loss(self.replica, images, labels)
         self.sums.add(loss_sum, logits, labels)
-        self.on_phase("backward")
+        self.on_phase(Phase.backward)
         loss.backward()
         return loss_sum / self.settings.global_batch_size
 
     def loss(
         self, module: nn.Module, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a microbatch's loss for backward [], the sum of its samples' losses [], and its
-        logits [B, C].
+        """Return a microbatch's loss for backward [], the sum of its losses [], its logits [B, C].
 
         The loss for backward is scaled so that the gradients of all microbatches, averaged over
-        ranks, are those of the mean loss of the global batch (with fp16, times the loss scale). The
-        other two are detached.
+        ranks, are those of the mean loss of the global batch (with fp16, times the loss scale).
+        The other two are detached.
         """
-        settings = self.settings
-        with settings.autocast(self.world.device):
+        with self.autocast():
             logits = module(images)
-        loss_sum = sum_of_losses(logits.float(), labels, label_smoothing=settings.label_smoothing)
-        # The sum times W/G, so that the mean over W ranks is the mean over the G images, even with
+        known = labeled(labels)
+        # -100 marks a sample that could not be read; a loss need not know this.
+        losses = self.loss_per_sample(logits.float(), labels.clamp(min=0))
+        loss_sum = torch.where(known, losses, 0).sum()
+        # The sum times W/G: the mean over W ranks is then the mean over the G images, even with
         # unequal shares.
-        scale = self.world.world_size / settings.global_batch_size
+        scale = self.world.world_size / self.settings.global_batch_size
         return self.scaler.scale(loss_sum * scale), loss_sum.detach(), logits.detach()
 
-    def clip_and_step(self, loss: Tensor, statistics: Tensor | None) -> None:
-        """Record whether the loss or a gradient is not finite, clip gradients, update parameters,
-        advance the schedule.
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which a forward pass runs at the configured precision."""
+        dtype = self.settings.autocast_dtype
+        return torch.autocast(self.world.device.type, dtype, enabled=dtype is not None)
 
-        statistics: the floating-point buffers [n] before the step, or None. If given, an update
-        that is not finite is skipped, and the buffers are restored.
+    def update(self, loss: Tensor, statistics: Tensor | None) -> None:
+        """Clip the gradients, update the parameters, and advance the schedule.
+
+        Records whether the loss or the norm of the gradients is not finite, on the device.
+        statistics: None, or the floating-point buffers [n] before the step; such an update is then
+        skipped, and the buffers are restored.
         """
-        values = [loss]
+        self.scaler.unscale_(self.optimizer)
+        norm = self.sync.gradient_norm(self.model)
         max_norm = self.settings.max_grad_norm
         if max_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-        if max_norm is not None or statistics is not None or not self.scaler.is_enabled():
-            norm = self.sync.gradient_norm(self.model)
-            if max_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-            # gradients of fp16 overflow sometimes, and the scaler skips these updates
-            if not self.scaler.is_enabled():
-                values.append(norm)
-            # decided by the norm, which averaged gradients make equal on all ranks
-            if statistics is not None:
-                is_bad = ~norm.isfinite()
-                if not self.scaler.is_enabled():
-                    self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-                # A forward pass that was not finite has changed BatchNorm's statistics.
-                restore_buffers(
-                    self.model, torch.where(is_bad, statistics, flatten_buffers(self.model))
-                )
-        self.nonfinite.check(torch.stack(values), step=self.count + 1)
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+
+        uses_scaler = self.scaler.is_enabled()
+        # Gradients of fp16 overflow sometimes, and the scaler skips these updates by itself.
+        checked = loss if uses_scaler else loss + 0 * norm
+        self.nonfinite.check(checked, step=self.count + 1)
+        if statistics is not None:
+            # Decided by the norm, which averaged gradients make equal on all ranks.
+            is_bad = ~norm.isfinite()
+            if not uses_scaler:
+                self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+            now = flatten_buffers(self.model)
+            restore_buffers(self.model, torch.where(is_bad, statistics, now))
+
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
 
-    def prime_ddp(self, images: Tensor, *others: Tensor) -> torch.Size:
-        """Run forward and backward twice without an update, so that DDP's bucket order is the same
-        after a resume.
+    def begin_training(self) -> None:
+        """Put the model into training mode, except frozen BatchNorm layers.
+
+        Their statistics must not change.
+        """
+        self.replica.train()
+        for module in self.replica.modules():
+            own = list(module.parameters(recurse=False))
+            is_frozen = bool(own) and not any(parameter.requires_grad for parameter in own)
+            if isinstance(module, _BatchNorm) and is_frozen:
+                module.eval()
+
+    def prime_ddp(self, images: Tensor, *others: Tensor) -> Tensor:
+        """Run forward and backward twice without an update; return the logits.
 
         DDP rebuilds its buckets after the first backward. Without these passes, the first step
         after a resume would sum in another order than the same step of an uninterrupted run, and
-        with three or more ranks round differently. images: float32 [B, C, H, W] with the strides of
-        a batch, because other strides would need another compilation. others: microbatches of other
-        sizes, each run once to be compiled. Returns the shape of the model's output.
+        with three or more ranks round differently.
+        images: float32 [B, C, H, W] with the strides of a batch, because other strides would need
+        another compilation. others: microbatches of other sizes, each run once to be compiled.
         """
 
-        def run(images: Tensor) -> torch.Size:
-            with self.settings.autocast(self.world.device):
+        def run(images: Tensor) -> Tensor:
+            with self.autocast():
                 logits = self.replica(images)
             (logits.float().sum() * 0).backward()
-            return logits.shape
+            return logits.detach()
 
-        kept = [buffer.clone() for buffer in self.model.buffers()]
+        logits = images
         self.begin_training()
-        with self.sync.no_sync():
-            for other in others:
-                run(other)
-        shape = images.shape
-        for _ in range(2):
-            shape = run(images)
-            self.sync.before_step()
-            self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, value in zip(self.model.buffers(), kept, strict=True):
-                buffer.copy_(value)
-        return shape
+        with preserved_buffers(self.model):
+            with self.sync.no_sync():
+                for other in others:
+                    run(other)
+            for _ in range(2):
+                logits = run(images)
+                self.sync.before_step()
+                self.optimizer.zero_grad(set_to_none=True)
+        return logits
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule, scaler and step count. Collective: every rank
-        must call this.
-        """
+        """Return the state of optimizer, schedule, scaler and step count. Collective."""
         return {
             "optimizer": self.sync.optimizer_state(self.optimizer),
             "scheduler": self.scheduler.state_dict(),
@@ -278,31 +276,13 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, except the learning rate: this run's schedule decides
-        it.
-        """
+        """Restore a result of `state_dict`, except the learning rate: the schedule decides it."""
         self.optimizer.load_state_dict(state["optimizer"])
         match_layout(self.optimizer)
         self.scheduler.load_state_dict(state["scheduler"])
-        # The saved learning rate is the next one of the old schedule: wrong if the number of epochs
-        # has changed.
-        for group, factor in zip(
-            self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True
-        ):
+        # The saved rate is the next one of the old schedule: wrong if the epochs have changed.
+        factors = self.scheduler.lr_lambdas
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
         self.count = state["step"]
-        if self.check is not None:
-            self.check.begin(self.count)
-
-
-def sum_of_losses(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Return the sum [] of the cross-entropies of a batch; samples without a label do not count.
-
-    logits: [B, C]. labels: int64 [B], -100: no label; or [B, C], the probabilities of the classes,
-    all zero: no label.
-    """
-    if labels.ndim == 1:
-        return cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
-    spread = label_smoothing / labels.shape[1] * labels.sum(1, keepdim=True)
-    return cross_entropy(logits, labels * (1 - label_smoothing) + spread, reduction="sum")

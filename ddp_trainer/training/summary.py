@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-Status = StrEnum("Status", ["finished", "max_steps", "stopped"])
-"""How a launch ended: after all epochs, at max_steps, or by a graceful stop before that."""
+Status = StrEnum("Status", ["finished", "max_steps", "stopped", "stopped_early"])
+"""How a launch ended: after all epochs, at max_steps, by a graceful stop, or by an observer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,6 +16,8 @@ class Summary:
     """The result of a launch, as in summary.json, where an unknown value is null, never NaN."""
 
     status: Status
+    stop_reason: str | None = None
+    """Why an observer ended the training; null: it did not."""
     eval_split: str
     """The split that was evaluated: test, or validation (data.validation_fraction)."""
     eval_top1: float
@@ -26,27 +28,19 @@ class Summary:
     steps: int
     seconds: float
     """Wall-clock seconds of training and evaluation over all launches."""
-    images_per_second: float | None
-    """The speed of training, without evaluation, of all ranks together: the median over log
-    windows.
-    """
-    matmul_utilization: float | None
-    """Operations per second of the training, divided by those of a matrix product measured on this
-    hardware.
-    """
-    mfu: float | None
-    """Model FLOPs utilization: operations per second of the training, divided by the rated peak of
-    the GPU.
-    """
-    seconds_per_epoch: float | None
+    images_per_second: float | None = None
+    """The speed of training, without evaluation, of all ranks: the median over log windows."""
+    matmul_utilization: float | None = None
+    """Operations per second of the training, divided by those of a measured matrix product."""
+    mfu: float | None = None
+    """Model FLOPs utilization: operations per second, divided by the rated peak of the GPU."""
+    seconds_per_epoch: float | None = None
     world_size: int
     device: str
     backend: str
     sync: str
     rank_own_ms: list[float] = field(default_factory=list)
-    """For each rank: the mean milliseconds of a step in this launch, without the time of waiting
-    for other ranks.
-    """
+    """For each rank: the mean milliseconds of a step, without waiting for other ranks."""
 
     def to_json(self) -> str:
         """Return the text of summary.json."""
