@@ -32,7 +32,7 @@ def install(folder: Path, segment: int) -> None:
     from torch import Tensor
 
     from ddp_trainer.observers.rank_reports import NUM_SENSORS, RankReports
-    from ddp_trainer.training.gradient_check import GradientCheck
+    from ddp_trainer.observers.gradient_check import GradientCheck
     from ddp_trainer.training.step import TrainStep
 
     own = RankReports.own

@@ -3,10 +3,11 @@
 import os
 import shutil
 import sysconfig
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,7 +16,8 @@ from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import flatten_keys, require
-from ddp_trainer.config.schema import Config, Precision
+from ddp_trainer.config.losses import LossConfig
+from ddp_trainer.config.schema import Config, OnNonfinite, Precision
 from ddp_trainer.data.dataset import Datasets, build_datasets, num_samples
 from ddp_trainer.data.labels import class_counts
 from ddp_trainer.data.loaders import Loaders, build_loaders
@@ -25,8 +27,7 @@ from ddp_trainer.distributed.seeding import derive_seed
 from ddp_trainer.models import build_model
 from ddp_trainer.runtime import keep_freed_memory
 from ddp_trainer.sync import build_sync
-from ddp_trainer.training.gradient_check import GradientCheck
-from ddp_trainer.training.losses import build_loss
+from ddp_trainer.training.losses import Loss
 from ddp_trainer.training.optimizers import build_optimizer
 from ddp_trainer.training.schedulers import lr_factor
 from ddp_trainer.training.step import StepSettings, TrainStep
@@ -80,22 +81,15 @@ class Start:
             steps_per_epoch=steps_per_epoch,
             total_steps=steps_per_epoch * config.epochs,
         )
-        step = TrainStep(
+        return TrainStep(
             model,
             build_sync(config.sync, self.world),
             optimizer,
             LambdaLR(optimizer, factor),
-            loss=build_loss(config.loss, class_counts=class_counts(datasets.train, num_classes)),
-            settings=StepSettings.of(config),
+            loss=build_loss(config.loss, datasets),
+            settings=step_settings(config),
             world=self.world,
         )
-        if config.check.every_steps is not None:
-            step.hooks.append(
-                GradientCheck(
-                    step, every_steps=config.check.every_steps, deterministic=config.deterministic
-                )
-            )
-        return step
 
 
 def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
@@ -127,6 +121,30 @@ def start(config: Config, environment: Environment, stack: ExitStack) -> Start:
         datasets=datasets,
         memory_format=memory_format(config.channels_last),
     )
+
+
+def build_loss(config: LossConfig, datasets: Datasets) -> Loss:
+    """Return the loss that `config` chooses; its builder gets the size of each class, if known."""
+    counts = class_counts(datasets.train, len(datasets.class_names))
+    return registry.build("loss", config, class_counts=counts, returns=cast(Any, Callable))
+
+
+def step_settings(config: Config) -> StepSettings:
+    """Return the values of `config` that a step needs. Its precision must not be auto."""
+    return StepSettings(
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        max_grad_norm=config.max_grad_norm,
+        autocast_dtype=autocast_dtype(config.precision),
+        skips_nonfinite=config.on_nonfinite is OnNonfinite.skip,
+        ema_decay=config.ema.decay,
+    )
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Return the dtype of matrix products and convolutions; None: the dtype of the parameters."""
+    return {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
 
 
 def memory_format(channels_last: bool | str) -> torch.memory_format:

@@ -4,17 +4,20 @@ import json
 import logging
 import platform
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ddp_trainer import registry
-from ddp_trainer.checkpoint.run_dir import lock_run_dir
+from ddp_trainer.checkpoint.file import State
+from ddp_trainer.checkpoint.run_dir import check_changes, lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.config.errors import require
 from ddp_trainer.config.observers import ReportConfig
 from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
@@ -22,9 +25,10 @@ from ddp_trainer.distributed.environment import Environment, installed_versions,
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.files import exclude_node, replace_text
-from ddp_trainer.observers.console import ConsoleProgress, logging_to
+from ddp_trainer.observers.console import EpochLines, ProgressBar, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.flight_recorder import FlightRecorder
+from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
 from ddp_trainer.observers.hardware import Hardware, Sensors
 from ddp_trainer.observers.loggers.base import LoggerGroup, build_loggers
 from ddp_trainer.observers.pictures import Pictures
@@ -35,8 +39,7 @@ from ddp_trainer.observers.utilization import Utilization
 from ddp_trainer.runtime import disable_gc
 from ddp_trainer.start import Start, start
 from ddp_trainer.training.control import ControlPoint
-from ddp_trainer.training.evaluation import build_metrics
-from ddp_trainer.training.gradient_check import CorruptionError
+from ddp_trainer.training.evaluation import Metric
 from ddp_trainer.training.loop import fit
 from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.run import Events, Observer, TrainingRun
@@ -127,21 +130,38 @@ def build_run(
     loggers = stack.enter_context(
         world.raise_on_any_rank(lambda: build_loggers(own_loggers, run_dir))
     )
-    checkpoints = CheckpointStore(run_dir / "checkpoints", config.checkpoint, world=world)
-    stack.callback(checkpoints.close)
     loaders = begun.build_loaders()
+    tree = to_builtins(config)
+
+    def check_state(state: State) -> None:
+        check_changes(state["config"], tree, run_dir=run_dir)
+        require(
+            state["data_fingerprint"] == loaders.fingerprint,
+            f"{run_dir} was trained on other images than data={config.data.name} has here: restore "
+            "the former images, choose name=… for a new run, or resume=never to start from step 0",
+        )
+
+    checkpoints = CheckpointStore(
+        run_dir / "checkpoints", config.checkpoint, world=world, check_state=check_state
+    )
+    stack.callback(checkpoints.close)
     with disable_gc():  # because DDP imports torch's compiler
         step = begun.build_step()
+    every_steps = config.check.every_steps
+    if every_steps is not None:
+        check = GradientCheck(step, every_steps=every_steps, deterministic=config.deterministic)
+        step.hooks.append(check)
     control = ControlPoint(
         world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint
     )
     training = TrainingRun(
         config,
+        config_tree=tree,
         train_step=step,
         loaders=loaders,
         checkpoints=checkpoints,
         control=control,
-        metrics=build_metrics(config.metric.values()),
+        metrics=build_metrics(config),
         should_stop=stop.poll,
     )
     observers = build_observers(training, monitor, loggers, stack)
@@ -149,6 +169,14 @@ def build_run(
     step.on_phase = training.enter
     monitor.emit_failure = partial(training.emit, "failure")
     return training
+
+
+def build_metrics(config: Config) -> dict[str, Metric]:
+    """Return the metrics that `config` chooses, by name."""
+    returns = cast(Any, Callable)
+    return {
+        name: registry.build("metric", one, returns=returns) for name, one in config.metric.items()
+    }
 
 
 def build_observers(
@@ -167,14 +195,18 @@ def build_observers(
     )
     sensors = Sensors(device)
     recorder = FlightRecorder(training.run_dir, PHASES, rank=training.world.rank)
-    console = ConsoleProgress()
-    stack.callback(console.close)
+    bars: dict[str, Observer] = {}
+    if ProgressBar.is_wanted(training.world):
+        bar = ProgressBar()
+        stack.callback(bar.close)
+        bars["progress_bar"] = bar
     return {
         "failures": monitor,
         "ranks": RankTimes(timer, sensors, recorder),
         "step_times": StepTimes(timer, utilization, num_devices=step.sync.num_devices),
         "hardware": Hardware(sensors),
-        "console": console,
+        **bars,
+        "epoch_lines": EpochLines(),
         "pictures": Pictures(loggers),
         **build_own_observers(training.config),
         "records": Records(loggers),

@@ -3,6 +3,7 @@ ones are deleted.
 """
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -38,10 +39,19 @@ class CheckpointStore:
     background.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, *, world: World) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        world: World,
+        check_state: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        """check_state: raises ConfigError if a state belongs to another run than this one."""
         self.folder = folder
         self.config = config
         self.world = world
+        self.check_state = check_state
         self.last_good: Path | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -68,6 +78,7 @@ class CheckpointStore:
         state = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else dict)
         if state := broadcast_state(state, self.world):
             try:
+                self.check_state(state)
                 target.load_state_dict(state)
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 if isinstance(error, ConfigError | torch.OutOfMemoryError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ddp_trainer.distributed.process_group import World
 from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.run import Observer, TrainingRun
 
@@ -83,25 +84,40 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
                 handler.close()
 
 
-class ConsoleProgress(Observer):
-    """Logs a line after each evaluation and, on a terminal, shows a bar of the epoch's steps."""
+class EpochLines(Observer):
+    """Logs a line after each evaluation."""
+
+    def on_evaluation(self, run: TrainingRun) -> None:
+        place = f"epoch {run.epoch + 1}/{run.config.epochs}"
+        trained = "nothing left to train"
+        if last := run.last_logged:
+            rate = last["throughput/images_per_second"]
+            trained = f"loss {last['train/loss']:.4f} · train {last['train/top1']:.4f}"
+            trained = f"{trained} · {rate:,.0f} img/s"
+        split = run.config.data.eval_split
+        logger.info("%s · %s · %s %.4f", place, trained, split, run.evaluation.top1)
+
+
+class ProgressBar(Observer):
+    """Shows a bar of the epoch's steps on a terminal."""
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
-        self.line = "nothing left to train"
-        """Loss, accuracy and speed at the last log point."""
+
+    @staticmethod
+    def is_wanted(world: World) -> bool:
+        """Return whether this rank shows the bar: rank 0, if the console is a terminal."""
+        return world.is_main and get_console().is_terminal
 
     def on_epoch(self, run: TrainingRun) -> None:
-        if not (run.world.is_main and get_console().is_terminal):
-            return
-        text = f"epoch {run.epoch + 1}/{run.config.epochs}"
-        done = run.step % run.steps_per_epoch
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
+        text = f"epoch {run.epoch + 1}/{run.config.epochs}"
+        done = run.step % run.steps_per_epoch
         self.bar = Progress(*columns, console=get_console(), transient=True)
         self.task = self.bar.add_task(text, total=run.steps_per_epoch, completed=done)
         with suppress(OSError):  # the terminal was closed
@@ -115,21 +131,9 @@ class ConsoleProgress(Observer):
         if phase is Phase.evaluation:
             self.close()
 
-    def on_log(self, run: TrainingRun) -> None:
-        loss = run.values["train/loss"]
-        top1 = run.values["train/top1"]
-        rate = run.values["throughput/images_per_second"]
-        self.line = f"loss {loss:.4f} · train {top1:.4f} · {rate:,.0f} img/s"
-
-    def on_evaluation(self, run: TrainingRun) -> None:
-        place = f"epoch {run.epoch + 1}/{run.config.epochs}"
-        split = run.config.data.eval_split
-        logger.info("%s · %s · %s %.4f", place, self.line, split, run.evaluation.top1)
-
     def close(self) -> None:
         """Remove the bar; to be called at the end of a launch, however it ends."""
-        bar = self.bar
-        self.bar = None
-        if bar is not None:
+        if self.bar is not None:
             with suppress(OSError):
-                bar.stop()
+                self.bar.stop()
+        self.bar = None

@@ -18,9 +18,8 @@ from ddp_trainer.data.images.decoding import BadImageError, decode
 from ddp_trainer.data.loaders import Normalize
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
-from ddp_trainer.start import memory_format
+from ddp_trainer.start import autocast_dtype, memory_format
 from ddp_trainer.tools.trained_model import BEST, TrainedModel, load_model
-from ddp_trainer.training.step import autocast_dtype
 
 Picture = str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, a PIL image, a NumPy array uint8 [H, W] or [H, W, C], or a tensor uint8 [C, H, W]."""

@@ -20,12 +20,11 @@ from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import World, prepare, process_group
 from ddp_trainer.scores.files import FOLDER, write_evaluation
 from ddp_trainer.scores.scores import Scores
-from ddp_trainer.start import check_same, memory_format, set_torch_switches
+from ddp_trainer.start import autocast_dtype, check_same, memory_format, set_torch_switches
 from ddp_trainer.tools.splits import NamedSplit, open_split
 from ddp_trainer.tools.trained_model import TrainedModel, load_model
 from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.evaluation import evaluate
-from ddp_trainer.training.step import autocast_dtype
 
 logger = logging.getLogger(__name__)
 

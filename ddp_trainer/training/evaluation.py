@@ -3,13 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ddp_trainer import registry
-from ddp_trainer.config.metrics import MetricConfig
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.training.results import LABEL, LOSS, PREDICTION, SampleResults
@@ -66,14 +63,6 @@ def mean_over_ranks(results: SampleResults, world: World) -> Evaluation:
     if not count:
         return Evaluation()
     return Evaluation(loss=loss / count, top1=right / count, count=int(count))
-
-
-def build_metrics(configs: Iterable[MetricConfig]) -> dict[str, Metric]:
-    """Return the metrics that `configs` choose, by name."""
-    callable_type = cast(Any, Callable)
-    return {
-        config.name: registry.build("metric", config, returns=callable_type) for config in configs
-    }
 
 
 def compute_metrics(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from ddp_trainer.config.schema import OnNonfinite
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.sync.buffers import averaged_statistics
 from ddp_trainer.training.control import Decision, Requests
@@ -138,7 +137,7 @@ def log(run: TrainingRun, decision: Decision) -> None:
             stop.
     """
     step = run.train_step
-    has_diverged = decision.diverged and run.config.on_nonfinite is OnNonfinite.stop
+    has_diverged = decision.diverged and not step.settings.skips_nonfinite
     if decision.log or has_diverged:
         step.sums.vector.zero_()
         run.values = {
@@ -147,6 +146,7 @@ def log(run: TrainingRun, decision: Decision) -> None:
             "train/top1": decision.top1,
             "optim/lr": step.lr,
         }
+        run.last_logged = run.values
         run.split_by_observer(decision.by_rank)
         run.emit("log")
     if has_diverged:

@@ -1,27 +1,17 @@
 """The losses: each returns one value per sample, so that every loss is exact at any world size."""
 
 from collections.abc import Callable
-from typing import Any, cast
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ddp_trainer import registry
-from ddp_trainer.config.losses import CrossEntropyConfig, LossConfig
+from ddp_trainer.config.losses import CrossEntropyConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A function of logits, float32 [B, C], and labels that returns the loss of each sample, [B].
 
 The labels are int64 [B], or with mixup and CutMix float32 [B, C]: the probability of each class.
 """
-
-
-def build_loss(config: LossConfig, *, class_counts: Tensor | None) -> Loss:
-    """Return the loss that `config` chooses.
-
-    class_counts: int64 [C], the number of training samples of each class; None if it is unknown.
-    """
-    return registry.build("loss", config, class_counts=class_counts, returns=cast(Any, Callable))
 
 
 def build_cross_entropy(config: CrossEntropyConfig, *, class_counts: Tensor | None) -> Loss:

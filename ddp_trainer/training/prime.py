@@ -1,14 +1,15 @@
 """The first passes of a launch, with black images: they warm up DDP and the compiler."""
 
+from typing import Any
+
 import torch
 
 from ddp_trainer.config.errors import ConfigError, require
-from ddp_trainer.config.schema import Config
 from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.training.step import TrainStep
 
 
-def prime(step: TrainStep, loaders: Loaders, config: Config) -> None:
+def prime(step: TrainStep, loaders: Loaders, config: Any) -> None:
     """Run the model without an update, and check the shapes of its logits and of the loss.
 
     Collective: every rank must call this.

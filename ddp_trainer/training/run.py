@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_trainer.checkpoint.store import CheckpointStore
-from ddp_trainer.config.schema import Config
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.training.bad_samples import BadSamples
@@ -129,8 +128,9 @@ class TrainingRun:
 
     def __init__(
         self,
-        config: Config,
+        config: Any,
         *,
+        config_tree: dict[str, Any],
         train_step: TrainStep,
         loaders: Loaders,
         checkpoints: CheckpointStore,
@@ -140,6 +140,9 @@ class TrainingRun:
     ) -> None:
         """should_stop: whether a signal or the stop file asks this rank for a graceful stop."""
         self.config = config
+        """The `Config` of the run."""
+        self.config_tree = config_tree
+        """The config as nested dicts, as it is saved."""
         self.train_step = train_step
         self.loaders = loaders
         self.checkpoints = checkpoints
@@ -163,6 +166,8 @@ class TrainingRun:
         """This rank's share of the batch of the last step."""
         self.values: Values = {}
         """The values of the newest log record by tag."""
+        self.last_logged: Values = {}
+        """The values of the last log point of this launch; empty before the first."""
         self.results: SampleResults | None = None
         """The results of this rank's samples if the model was evaluated after the last step."""
         self.is_stopping = False

@@ -1,9 +1,6 @@
 """The state of a run in a checkpoint."""
 
 from ddp_trainer.checkpoint.file import State
-from ddp_trainer.checkpoint.run_dir import check_changes
-from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import require
 from ddp_trainer.models.state import load_state, tensors_of
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.run import TrainingRun
@@ -28,7 +25,7 @@ class RunState:
             **step.state_dict(),
             "epoch": run.step // run.steps_per_epoch,
             "samples_seen": run.step * run.config.global_batch_size,
-            "config": to_builtins(run.config),
+            "config": run.config_tree,
             "best_top1": run.progress.best_top1,
             "class_names": run.loaders.class_names,
             "preprocessing": run.loaders.preprocessing,
@@ -40,20 +37,8 @@ class RunState:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore `state`, saved by any number of ranks.
-
-        Raises:
-            ConfigError: it belongs to another config or to other data.
-        """
+        """Restore `state`, saved by any number of ranks."""
         run = self.run
-        config = to_builtins(run.config)
-        check_changes(state["config"], config, run_dir=run.run_dir)
-        require(
-            state["data_fingerprint"] == run.loaders.fingerprint,
-            f"{run.run_dir} was trained on other images than data={run.config.data.name} has here: "
-            "restore the former images, choose name=… for a new run, or resume=never to start from "
-            "step 0",
-        )
         models = run.train_step.models
         for model, saved in zip(models, (state["model"], state.get("ema")), strict=False):
             load_state(model, saved or {})
@@ -62,7 +47,7 @@ class RunState:
         if len(statistics) == run.world.world_size:
             restore_buffers(models, statistics[run.world.rank])
         run.progress.load_state_dict(state["progress"], best_top1=state["best_top1"])
-        if state["config"]["observer"] != config["observer"]:
+        if state["config"]["observer"] != run.config_tree["observer"]:
             # The user has changed what may end the training, so it goes on.
             run.progress.stop_reason = None
         for name, saved in state["observers"].items():

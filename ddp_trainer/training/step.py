@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_trainer.config.schema import Config, OnNonfinite, Precision
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.models.ema import AveragedWeights
@@ -36,24 +35,6 @@ class StepSettings:
     skips_nonfinite: bool
     """Whether an update whose gradients are not finite is skipped (on_nonfinite=skip)."""
     ema_decay: float | None
-
-    @classmethod
-    def of(cls, config: Config) -> "StepSettings":
-        """Return the settings in `config`, whose precision must not be auto."""
-        return cls(
-            global_batch_size=config.global_batch_size,
-            seed=config.seed,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            max_grad_norm=config.max_grad_norm,
-            autocast_dtype=autocast_dtype(config.precision),
-            skips_nonfinite=config.on_nonfinite is OnNonfinite.skip,
-            ema_decay=config.ema.decay,
-        )
-
-
-def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype of matrix products and convolutions; None: the dtype of the parameters."""
-    return {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
 
 
 class StepHook(Protocol):

@@ -27,7 +27,7 @@ from ddp_trainer.config.sync import (
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.models.lenet import LeNet
 from ddp_trainer.sync import build_sync
-from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck, transfer
+from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck, transfer
 from ddp_trainer.training.step import StepSettings, TrainStep
 
 NUM_TRIALS = 6
