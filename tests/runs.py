@@ -11,6 +11,8 @@ from typing import Any
 import hydra
 import torch
 from processes import on_ranks, start_ranks, wait_for
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten_with_path
 
 from ddp_trainer import registry
@@ -19,6 +21,7 @@ from ddp_trainer.config.messages import check_overrides
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.training.step import StepSettings
 from ddp_trainer.training_run import run
 
 TINY = (
@@ -158,3 +161,22 @@ def assert_bitwise(left: Any, right: Any) -> None:
             assert torch.equal(one, other), path
         else:
             assert one == other, path
+
+
+def step_settings(**values: Any) -> StepSettings:
+    """Return settings of a step: those of a plain run, but for `values`."""
+    plain: dict[str, Any] = {
+        "global_batch_size": 8,
+        "seed": 0,
+        "gradient_accumulation_steps": 1,
+        "max_grad_norm": None,
+        "autocast_dtype": None,
+        "skips_nonfinite": False,
+        "ema_decay": None,
+    }
+    return StepSettings(**plain | values)
+
+
+def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample, [B]."""
+    return cross_entropy(logits, labels, reduction="none")

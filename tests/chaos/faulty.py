@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 from ddp_trainer.__main__ import main
 from ddp_trainer.checkpoint import store as checkpoint
 from ddp_trainer.distributed import process_group
+from ddp_trainer.training import loop
 from ddp_trainer.training.step import TrainStep
-from ddp_trainer.training.trainer import Trainer
 
 WHAT, RANK, WHERE, *ONCE = os.environ["FAULT"].split(":")
 if ONCE and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -100,9 +100,9 @@ match WHERE:
     case "join":
         process_group._join = signalled(process_group._join)
     case "start":
-        Trainer.prime = signalled(Trainer.prime)
+        loop.prime = signalled(loop.prime)
     case "evaluation":
-        Trainer.evaluate = signalled(Trainer.evaluate)
+        loop.evaluate = signalled(loop.evaluate)
     case "save":
         checkpoint.write_file = signalled(checkpoint.write_file)
     case _:

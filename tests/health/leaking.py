@@ -10,20 +10,21 @@ from ddp_trainer.distributed.environment import end_with_launcher
 
 end_with_launcher()  # before torch is imported, which takes a while
 
+from ddp_trainer.training import loop  # noqa: E402
+from ddp_trainer.training.run import TrainingRun  # noqa: E402
 from ddp_trainer.training.step import TrainStep  # noqa: E402
-from ddp_trainer.training.trainer import Trainer  # noqa: E402
 
 rank = os.environ["RANK"]
 leak = os.environ.get("LEAKING", ":0")
 failing = os.environ.get("FAILING", ":0")
 kept: list[bytearray] = []
-train_epoch = Trainer.train_epoch
+begin_epoch = loop.begin_epoch
 take_step = TrainStep.__call__
 
 
-def leaking_epoch(self: Trainer, epoch: int) -> Any:
+def leaking_epoch(run: TrainingRun) -> None:
     kept.append(bytearray(b"x" * int(leak.split(":")[1]) * 2**20))
-    return train_epoch(self, epoch)
+    begin_epoch(run)
 
 
 def failing_step(self: TrainStep, *batch: Any) -> Any:
@@ -33,7 +34,7 @@ def failing_step(self: TrainStep, *batch: Any) -> Any:
 
 
 if leak.startswith(rank):
-    Trainer.train_epoch = leaking_epoch  # type: ignore
+    loop.begin_epoch = leaking_epoch
 if failing.startswith(rank):
     TrainStep.__call__ = failing_step  # type: ignore
 main()

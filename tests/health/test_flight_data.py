@@ -12,9 +12,7 @@ from processes import run_command, torchrun
 from runs import TINY
 
 from ddp_trainer.observers.flight_recorder import MAX_ROWS, FlightRecorder
-from ddp_trainer.observers.memory import MemoryGrowth
-from ddp_trainer.observers.rank_reports import Lanes
-from ddp_trainer.observers.sensors import Sensors
+from ddp_trainer.observers.hardware import MemoryGrowth, Sensors
 
 CPU = torch.device("cpu")
 LEAKING = str(Path(__file__).with_name("leaking.py"))
@@ -69,13 +67,6 @@ def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
         46.875,
         100.0,
     )
-
-
-def test_no_row_of_the_ranks_is_lost_when_rows_are_merged(tmp_path: Path) -> None:
-    lanes = Lanes(tmp_path / "ranks.jsonl", max_rows=3)
-    for step in range(1, 12):
-        lanes.add({"step": step, "steps": 1, "forward": [1.0], "memory_mb": [100.0]})
-        assert sum(row["steps"] for row in rows(tmp_path / "ranks.jsonl")) == step
 
 
 def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
-from runs import in_process_group
+from runs import cross_entropies, in_process_group, step_settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -26,9 +26,10 @@ from ddp_trainer.config.sync import (
 )
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.models.lenet import LeNet
-from ddp_trainer.sync import build_sync
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck, transfer
-from ddp_trainer.training.step import StepSettings, TrainStep
+from ddp_trainer.start import autocast_dtype
+from ddp_trainer.sync import build_sync
+from ddp_trainer.training.step import TrainStep
 
 NUM_TRIALS = 6
 DDP = DDPConfig()
@@ -43,8 +44,10 @@ def build(
     torch.manual_seed(0)
     model = LeNet(LeNetConfig(), image_shape=SHAPE, num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    settings = StepSettings(
-        global_batch_size=BATCH, gradient_accumulation_steps=parts, precision=precision
+    settings = step_settings(
+        global_batch_size=BATCH,
+        gradient_accumulation_steps=parts,
+        autocast_dtype=autocast_dtype(precision),
     )
     sync = build_sync(config, world)
     step = TrainStep(
@@ -52,13 +55,20 @@ def build(
         sync,
         optimizer,
         LambdaLR(optimizer, lambda step: 1.0),
+        loss=cross_entropies,
         settings=settings,
         world=world,
     )
-    step.check = GradientCheck(step, every_steps=1, deterministic=False)
+    step.hooks.append(GradientCheck(step, every_steps=1, deterministic=False))
     step.sync.begin()
     step.begin_training()
     return step
+
+
+def check_of(step: TrainStep) -> GradientCheck:
+    [check] = step.hooks
+    assert isinstance(check, GradientCheck)
+    return check
 
 
 def train(step: TrainStep, count: int, seed: int = 0) -> None:
@@ -160,8 +170,7 @@ def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) 
     with in_process_group() as world:
         step = build(world, sync, precision=precision, parts=parts)
         train(step, count)
-        assert isinstance(step.check, GradientCheck)
-        return step.check.checked
+        return check_of(step).checked
 
 
 STRATEGIES: list[tuple[Any, ...]] = [
@@ -190,7 +199,6 @@ def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int
     with in_process_group() as world:
         torch.set_num_threads(1 + world.rank)
         step = build(world, precision=precision)
-        assert isinstance(step.check, GradientCheck)
         train(step, 30)
         if world.rank == 2:
             parameter = list(step.model.parameters())[-2]
@@ -204,8 +212,8 @@ def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int
         try:
             train(step, 1)
         except CorruptionError as error:
-            return step.check.tolerance is not None, step.count, error.rank
-        return step.check.tolerance is not None, step.count, -1
+            return check_of(step).tolerance is not None, step.count, error.rank
+        return check_of(step).tolerance is not None, step.count, -1
 
 
 @pytest.mark.parametrize(
@@ -226,9 +234,8 @@ def overflowing_steps() -> tuple[bool, int]:
         step = build(world, precision=Precision.fp16)
         step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
         train(step, 12)
-        assert isinstance(step.check, GradientCheck)
-        assert step.check.tolerance is not None
-        return step.scaler.get_scale() < 2**30, step.check.checked
+        assert check_of(step).tolerance is not None
+        return step.scaler.get_scale() < 2**30, check_of(step).checked
 
 
 def test_gradients_that_overflow_on_all_ranks_are_no_corruption() -> None:
@@ -245,12 +252,11 @@ def check_after_resume() -> tuple[list[bool], list[bool]]:
     """
     with in_process_group() as world:
         step = build(world)
-        assert isinstance(step.check, GradientCheck)
-        step.check.every_steps = 100
+        check_of(step).every_steps = 100
         step.load_state_dict(step.state_dict() | {"step": 150})
         due = []
         for step.count in (150, 198, 199):
-            due.append(step.check.is_due)
+            due.append(check_of(step).is_due)
         batch = torch.zeros(2, 1, 4, 5)  # of one channel: contiguous in both layouts
         batches = [batch, batch.to(memory_format=torch.channels_last)]
         received = [

@@ -16,7 +16,9 @@ from torch import nn
 from ddp_trainer import registry
 from ddp_trainer.config.models import LeNetConfig, ModelConfig
 from ddp_trainer.models import build_model
-from ddp_trainer.observers.step_timer import PHASES, StepTimer
+from ddp_trainer.observers.step_times import StepTimer
+from ddp_trainer.training.loop import in_data_phase
+from ddp_trainer.training.phase import TAGS, Phase
 from ddp_trainer.training_run import run
 
 CPU = torch.device("cpu")
@@ -32,16 +34,16 @@ def slow_batches(count: int, seconds: float) -> Iterator[int]:
 def test_phases_are_timed_separately() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     timer = StepTimer(CPU, model)
-    for _ in timer.timed(slow_batches(3, NAP)):
-        timer.enter("backward")
+    for _ in in_data_phase(slow_batches(3, NAP), timer.enter):
+        timer.enter(Phase.backward)
         time.sleep(2 * NAP)
         model(torch.ones(2, 3)).sum().backward()
         time.sleep(NAP)  # the gradients are ready: a strategy that overlaps waits here
-        timer.enter("gradient sync")
+        timer.enter(Phase.gradient_sync)
         time.sleep(NAP)
-        timer.enter("optimizer")
+        timer.enter(Phase.optimizer)
         time.sleep(3 * NAP)
-        timer.enter("between steps")
+        timer.enter(Phase.between_steps)
     tags = timer.close_window(images_per_step=100)
     for name, naps in (
         ("data_wait", 1),
@@ -51,7 +53,7 @@ def test_phases_are_timed_separately() -> None:
     ):
         assert tags[f"time/{name}_ms"] >= 1e3 * naps * NAP
         assert tags[f"time/{name}_fraction"] == pytest.approx(naps / 8, abs=0.06)
-    assert sum(tags[f"time/{name}_ms"] for name in set(PHASES.values())) == pytest.approx(
+    assert sum(tags[f"time/{name}_ms"] for name in TAGS) == pytest.approx(
         tags["time/step_ms"], rel=0.02
     )
     assert tags["throughput/images_per_second"] == pytest.approx(100 / (tags["time/step_ms"] / 1e3))
@@ -65,11 +67,11 @@ def test_communication_begins_with_the_last_gradient_of_the_last_backward(
     model[0].requires_grad_(not is_frozen)  # the next layer's gradient is then the last
     timer = StepTimer(CPU, model)
     timer.steps = 1
-    timer.enter("backward")
+    timer.enter(Phase.backward)
     for _ in range(passes):
         model(torch.ones(2, 3)).sum().backward()
         time.sleep(NAP)
-    timer.enter("gradient sync")
+    timer.enter(Phase.gradient_sync)
     tags = timer.close_window(images_per_step=1)
     assert tags["time/forward_backward_ms"] >= 1e3 * (passes - 1) * NAP
     assert 1e3 * NAP <= tags["time/communication_ms"] < 2e3 * NAP
@@ -79,7 +81,7 @@ def test_each_window_begins_anew_and_the_rate_is_the_median() -> None:
     timer = StepTimer(CPU, nn.Linear(1, 1))
     assert timer.median_rate() is None
     for seconds in (0.0, 0.001, 0.05):
-        assert list(timer.timed(slow_batches(2, seconds))) == [0, 1]
+        assert list(in_data_phase(slow_batches(2, seconds), timer.enter)) == [0, 1]
         tags = timer.close_window(images_per_step=10)
         assert tags["time/step_ms"] >= 1e3 * seconds
         assert timer.steps == 0
@@ -95,7 +97,7 @@ def assert_phases_add_up(run_dir: Path) -> None:
     logged = records(run_dir, "time/step_ms")
     assert len(logged) == 2
     for record in logged:
-        phases = {name: record[f"time/{name}_ms"] for name in PHASES.values()}
+        phases = {name: record[f"time/{name}_ms"] for name in TAGS}
         assert sum(phases.values()) == pytest.approx(record["time/step_ms"])
         assert all(
             phases[name] > 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from processes import on_ranks
-from runs import in_process_group
+from runs import cross_entropies, in_process_group, step_settings
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -35,7 +35,7 @@ from ddp_trainer.sync.buffers import averaged_statistics
 from ddp_trainer.sync.key_value_store import KeyValueStore
 from ddp_trainer.sync.replicas import split_batch
 from ddp_trainer.sync.ring import ring_all_reduce
-from ddp_trainer.training.step import StepSettings, TrainStep
+from ddp_trainer.training.step import TrainStep
 
 STRATEGIES: dict[str, Callable[[int], SyncConfig]] = {
     "ddp": lambda ranks: DDPConfig(),
@@ -151,11 +151,13 @@ def train_share(
     """
     model = lenet()
     optimizer = OPTIMIZERS[optimizer_name](model)
-    settings = StepSettings(
+    settings = step_settings(
         global_batch_size=GLOBAL_BATCH_SIZE, gradient_accumulation_steps=accumulation_steps
     )
     constant = LambdaLR(optimizer, lambda step: 1.0)
-    step = RecordingStep(model, sync, optimizer, constant, settings=settings, world=world)
+    step = RecordingStep(
+        model, sync, optimizer, constant, loss=cross_entropies, settings=settings, world=world
+    )
     model.train()
     for images, labels in global_batches():
         share = slice(world.rank, None, world.world_size)
