@@ -213,7 +213,12 @@ def build_step(
         optimizer,
         LambdaLR(optimizer, factor),
         settings=StepSettings(
-            **{name: getattr(config, name) for name in StepSettings.__dataclass_fields__}
+            label_smoothing=getattr(config.loss, "label_smoothing", 0.0),
+            **{
+                name: getattr(config, name)
+                for name in StepSettings.__dataclass_fields__
+                if name != "label_smoothing"
+            },
         ),
         world=world,
         on_phase=enter,
