@@ -1,5 +1,4 @@
-"""The choices of each config group by name: this project and plug-ins register a schema and a
-builder for each.
+"""The config groups, and the choices of each: a schema and a builder, registered once by name.
 
 A plug-in is a module whose import registers choices. It is found through the entry-point group
 ``ddp_trainer.plugins`` or named in the environment variable ``DDP_TRAINER_PLUGINS``.
@@ -21,16 +20,50 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-GROUPS = ("model", "data", "optimizer", "scheduler", "sync", "logger")
-
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
 class PluginError(Exception):
-    """A plug-in cannot be loaded, or its builder returns a wrong type; ``str(error)`` is the whole
-    message.
-    """
+    """A plug-in cannot be loaded or returns a wrong type; ``str(error)`` is the whole message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A config group, such as ``optimizer``."""
+
+    name: str
+    base: str
+    """The base class of the group's schemas, as ``"package.module:class"``."""
+    several: bool = False
+    """Whether a run has a list of choices, such as ``logger=[csv,jsonl]``, instead of one."""
+
+    def key(self, choice: str) -> str:
+        """Return the config key of `choice`: ``optimizer``, or ``logger.csv`` if in a list."""
+        return f"{self.name}.{choice}" if self.several else self.name
+
+    def sections(self, value: Any) -> dict[str, Any]:
+        """Return the chosen sections by config key; value: what a config has for this group."""
+        if not self.several:
+            return {self.name: value}
+        return {self.key(choice): section for choice, section in value.items()}
+
+
+_CONFIG = "ddp_trainer.config"
+GROUPS = {
+    group.name: group
+    for group in (
+        Group("model", f"{_CONFIG}.models:ModelConfig"),
+        Group("data", f"{_CONFIG}.data:DataConfig"),
+        Group("loss", f"{_CONFIG}.losses:LossConfig"),
+        Group("optimizer", f"{_CONFIG}.optimizers:OptimizerConfig"),
+        Group("scheduler", f"{_CONFIG}.schedulers:SchedulerConfig"),
+        Group("sync", f"{_CONFIG}.sync:SyncConfig"),
+        Group("metric", f"{_CONFIG}.metrics:MetricConfig", several=True),
+        Group("logger", f"{_CONFIG}.loggers:LoggerConfig", several=True),
+        Group("observer", f"{_CONFIG}.observers:ObserverConfig", several=True),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +73,10 @@ class Choice:
     name: str
     schema: type
     builder: Callable[..., Any] | str
-    """The function that builds the object, or its name ``"package.module:function"``, imported when
-    first needed.
-    """
+    """The function that builds the object, or ``"package.module:function"``, imported later."""
 
     def build(self, *args: Any, **options: Any) -> Any:
-        """Return the object that the builder makes from the arguments; docs/extending.md lists them
-        for each group.
-        """
+        """Return the builder's object for the arguments, which docs/extending.md lists by group."""
         builder = resolve_name(self.builder) if isinstance(self.builder, str) else self.builder
         return builder(*args, **options)
 
@@ -59,40 +88,13 @@ _plugins: dict[str, str] = {}
 def register(
     group: str, name: str, schema: type, builder: Callable[..., Any] | str | None = None
 ) -> Callable[[Builder], Builder]:
-    """Register the choice `name` of `group`; without `builder`, return a decorator for the function
-    that builds it.
+    """Register a choice; without `builder`, return a decorator for the function that builds it.
 
     Raises:
         ValueError: the schema or the builder is not valid, or another schema has this name.
     """
-    field = getattr(schema, "__dataclass_fields__", {}).get("name")
-    if field is None or field.default != name:
-        raise ValueError(
-            f"{schema.__name__} must be a dataclass with the field name: str = {name!r}"
-        )
-    marks = "_-" if group == "logger" else "_.-"  # the keys of a logger are logger.<name>.<key>
-    if not re.fullmatch(rf"\w[\w{marks}]*", name):
-        valid = (
-            f"letters, digits and the characters {' '.join(marks)}, and begin with a letter, a"
-            " digit or _"
-        )
-        raise ValueError(f"{group}={name} must consist of {valid}")
-    first = next(iter(_choices[group].values()), None)
-    base = schema if first is None else first.schema.__mro__[-2]  # -1 is object
-    if not issubclass(schema, base):
-        raise ValueError(f"{schema.__name__} must be a subclass of {base.__name__}")
-    try:
-        OmegaConf.structured(schema)
-    except OmegaConfBaseException as error:
-        where = f"{schema.__name__}.{error.full_key}"
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{where} has a type that configs do not support: {reason}") from error
-    taken = _choices[group].get(name)
-    if taken is not None and taken.schema is not schema:
-        raise ValueError(
-            f"{group}={name} is already registered by {taken.schema.__module__}: choose another"
-            " name"
-        )
+    _check_name(GROUPS[group], name, schema)
+    _check_schema(GROUPS[group], name, schema)
 
     def add(function: Any) -> Any:
         if not callable(function) and not re.fullmatch(r"[\w.]+:\w+", function):
@@ -107,12 +109,47 @@ def register(
     return add
 
 
+def _check_name(group: Group, name: str, schema: type) -> None:
+    marks = "_-" if group.several else "_.-"  # a dot would separate two config keys
+    if not re.fullmatch(rf"\w[\w{marks}]*", name):
+        raise ValueError(
+            f"{group.name}={name} must consist of letters, digits and the characters"
+            f" {' '.join(marks)}, and begin with a letter, a digit or _"
+        )
+    taken = _choices[group.name].get(name)
+    if taken is not None and taken.schema is not schema:
+        raise ValueError(
+            f"{group.name}={name} is already registered by {taken.schema.__module__}: choose"
+            " another name"
+        )
+
+
+def _check_schema(group: Group, name: str, schema: type) -> None:
+    field = getattr(schema, "__dataclass_fields__", {}).get("name")
+    if field is None or field.default != name:
+        raise ValueError(
+            f"{schema.__name__} must be a dataclass with the field name: str = {name!r}"
+        )
+    base = resolve_name(group.base)
+    if not issubclass(schema, base):
+        raise ValueError(f"{schema.__name__} must be a subclass of {base.__name__}")
+    try:
+        OmegaConf.structured(schema)
+    except OmegaConfBaseException as error:
+        where = f"{schema.__name__}.{error.full_key}"
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{where} has a type that configs do not support: {reason}") from error
+
+
 register_model = partial(register, "model")
 register_dataset = partial(register, "data")
+register_loss = partial(register, "loss")
 register_optimizer = partial(register, "optimizer")
 register_scheduler = partial(register, "scheduler")
 register_sync = partial(register, "sync")
+register_metric = partial(register, "metric")
 register_logger = partial(register, "logger")
+register_observer = partial(register, "observer")
 
 
 def choices(group: str) -> Mapping[str, Choice]:
@@ -126,8 +163,7 @@ def find(group: str, schema: type) -> Choice | None:
 
 
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
-    """Call the builder of `group` for the class of `config` with `config`, `args` and `options`;
-    return its object.
+    """Return the object that the builder of the class of `config` makes from the arguments.
 
     Raises:
         PluginError: the object is not of the type `returns`.
@@ -164,9 +200,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 
 
 def plugin_versions() -> dict[str, str]:
-    """Return, by module name, the version of each plug-in, or a digest of its files if it has no
-    version.
-    """
+    """Return the version of each plug-in, or a digest of its files without one, by module name."""
     known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
     modules = {
         choice.schema.__module__.partition(".")[0]

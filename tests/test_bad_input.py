@@ -46,12 +46,14 @@ ONE_ARGUMENT = [
     ),
     "+data.augment.xyz=1 is unknown: data.augment has color_jitter, cutmix, mixup, rand_augment, ",
     "model.init=d2l does not belong to model=resnet18: it is a key of model=lenet",
+    "label_smoothing=0.1 is now loss.label_smoothing=0.1",
     "+epochs=3 adds a key that exists: write epochs=… to change it",
     "~epochs removes a key that is needed: set it instead, epochs=…",
     "~foo removes a key that does not exist: --help lists the keys",
     # choices
     f"model=resnet {not_a('model')} (did you mean resnet18?)",
     f"sync=mpi {not_a('sync')}",
+    f"loss=hinge {not_a('loss')}",
     f"model=null {not_a('model')}",
     f"model=??? {not_a('model')}",
     "experiment=mine is not a valid choice: choose from ",
@@ -90,7 +92,7 @@ ONE_ARGUMENT = [
     "optimizer.lr=-1.0 must be greater than 0",
     "optimizer.lr=inf must be finite",
     "optimizer.momentum=1.0 must be in [0, 1)",
-    "label_smoothing=1.0 must be in [0, 1)",
+    "loss.label_smoothing=1.0 must be in [0, 1)",
     "seed=-1 must be 0 to 2^63 - 1",
     "output_dir= is empty: give a folder, for example . for the current one",
     "scheduler.warmup_epochs=11.0 must be at most epochs=10",
@@ -172,6 +174,9 @@ LAUNCHES = {
     ("--cfg=foo", ""): "argument --cfg/-c: invalid choice: 'foo' (choose from ",
     ("experiment=mine", "epochs: ten"): "experiment/mine.yaml: epochs=ten must be a whole number",
     ("experiment=mine", "epoch: 3"): "experiment/mine.yaml: epoch is unknown: did you mean epochs?",
+    ("experiment=mine", "label_smoothing: 0.1"): (
+        "experiment/mine.yaml: label_smoothing is now loss.label_smoothing"
+    ),
     ("experiment=mine", "epochs: 0"): "epochs=0 must be greater than 0",
     ("experiment=mine", "optimizer:\n  lr: [1"): "while parsing a flow sequence",
     ("experiment=mine", "defaults: [override /model: vgg]"): f"model=vgg {not_a('model')}",

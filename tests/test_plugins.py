@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -41,7 +42,9 @@ from ddp_trainer import (
     registry,
     run,
 )
+from ddp_trainer.config.composition import from_builtins, to_builtins, training_changes
 from ddp_trainer.config.errors import USER_ERROR
+from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.config.optimizers import OptimizerConfig
 from ddp_trainer.config.schedulers import SchedulerConfig
 from ddp_trainer.data.dataset import build_datasets
@@ -284,6 +287,28 @@ def test_what_cannot_be_registered_is_refused(
         register_model("mine", make_dataclass("Mine", fields, bases=(base,)), builder=builder)
 
 
+SEVERAL = [name for name, group in registry.GROUPS.items() if group.several]
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("group", SEVERAL)
+def test_a_group_with_several_choices_has_the_keys_of_each(group: str) -> None:
+    base = pkgutil.resolve_name(registry.GROUPS[group].base)
+    for name in ("first", "second"):
+        schema = make_dataclass(name, [("name", str, name), ("size", int, 1)], bases=(base,))
+        registry.register(group, name, schema, builder="mine:build")
+    config = compose(f"{group}=[second,first]", f"{group}.first.size=3")
+    chosen = getattr(config, group)
+    assert {name: section.size for name, section in chosen.items()} == {"second": 1, "first": 3}
+    assert from_builtins(to_builtins(config)) == config
+    assert training_changes(to_builtins(compose(f"{group}=[]")), to_builtins(config)) == []
+    with pytest.raises(Exception) as refused:  # noqa: PT011  # Hydra and OmegaConf have many kinds
+        compose(f"{group}=[first]", f"{group}.first.sise=3")
+    assert format_config_error(refused.value, [f"{group}.first.sise=3"]) == (
+        f"{group}.first.sise=3 is unknown: did you mean {group}.first.size?"
+    )
+
+
 def versions_differ(folder: str, plugin: str) -> str:
     """Compare the ranks, of which each has another version of the plug-in."""
     rank = read_environment().rank
@@ -398,7 +423,7 @@ def test_a_builder_that_returns_something_else_is_one_error(
 ) -> None:
     schema = make_dataclass("MineConfig", [("name", str, "mine")], bases=(base,))
     registry.register(group, "mine", schema, builder=lambda config, *args, **options: None)
-    chosen: Any = {group: {"mine": schema()} if group == "logger" else schema()}
+    chosen: Any = {group: {"mine": schema()} if registry.GROUPS[group].several else schema()}
     config = Config(output_dir=str(tmp_path), **chosen)
     message = (
         f"^{group}=mine: the builder must return an object of type {returns}, and returned an"

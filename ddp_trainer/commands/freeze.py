@@ -5,17 +5,14 @@ starts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from ddp_trainer import registry
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options
-from ddp_trainer.config.composition import from_builtins, parse_setting, to_builtins
-from ddp_trainer.config.errors import POSITIVE, path_error, require
+from ddp_trainer.config.composition import from_builtins, to_builtins
+from ddp_trainer.config.errors import POSITIVE, path_error, require, setting
+from ddp_trainer.config.keys import change_keys
 from ddp_trainer.config.schema import Config
 from ddp_trainer.launchers.job_file import read_job, write_job
 
@@ -24,7 +21,7 @@ from ddp_trainer.launchers.job_file import read_job, write_job
 class FreezeOptions:
     """The options of the command."""
 
-    world_size: int | None = field(default=None, metadata=POSITIVE)
+    world_size: int | None = setting(None, POSITIVE)
     """Check the config for this number of ranks."""
     job: int | None = None
     """Number of the job to write if the settings are a sweep, from 0."""
@@ -80,16 +77,6 @@ def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, P
 
 
 def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
-    """Return the config of the job file at `path` with `changes` (key=value), and its run
-    directory.
-    """
+    """Return the config of a job file with `changes` (``key=value``), and its run directory."""
     config, run_dir = read_job(path)
-    for word in changes:
-        key = word.partition("=")[0]
-        fix = "set the keys in it, or leave base= out and write a new job file"
-        is_section = key.split(".")[0] in registry.GROUPS and "." not in key.removeprefix("logger.")
-        require(not is_section, f"{word} would replace a whole section: {fix}")
-    tree: Any = OmegaConf.to_container(
-        OmegaConf.merge(to_builtins(config), *map(parse_setting, changes))
-    )
-    return from_builtins(tree), run_dir
+    return from_builtins(change_keys(to_builtins(config), changes)), run_dir

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
-from omegaconf import OmegaConf, StringNode
+from omegaconf import OmegaConf
 
-from ddp_trainer.config.composition import parse_setting
 from ddp_trainer.config.errors import check_values
+from ddp_trainer.config.keys import parse_value
 
 T = TypeVar("T")
 
@@ -28,8 +28,7 @@ class CheckpointOptions:
 def parse_options(
     schema: type[T], words: Sequence[str], *, usage: str = "", description: str | None = ""
 ) -> tuple[T, list[str]]:
-    """Return the words that set a field of `schema`, as a checked `schema` object, and the other
-    words as a list.
+    """Return the words that set a field of `schema` as a checked `schema` object, and the others.
 
     If `words` ask for help, print `usage`, `description` and all options with their defaults, and
     exit with 0.
@@ -38,18 +37,18 @@ def parse_options(
         print(f"usage: {program()} {usage}\n\n{(description or '').strip()}")
         print(f"\noptions (key=value):\n{list_fields(schema())}")
         sys.exit()
-    names = {field.name for field in fields(cast(Any, schema))}
-    own = [word for word in words if "=" in word and word.partition("=")[0] in names]
+    hints = get_type_hints(schema)
     tree = OmegaConf.structured(schema)
-    for key, _, text in (word.partition("=") for word in own):
-        node = tree._get_node(key)
-        is_null = text == "null" and node._is_optional()
-        # text, for example a path, is not parsed as YAML
-        is_text = isinstance(node, StringNode) and not is_null
-        tree[key] = text if is_text else parse_setting(f"{key}={text}")[key]
-    options = OmegaConf.to_object(tree)
+    others = []
+    for word in words:
+        key, equals, _ = word.partition("=")
+        if equals and key in hints:
+            tree[key] = parse_value(word, hints[key])
+        else:
+            others.append(word)
+    options = cast(T, OmegaConf.to_object(tree))
     check_values(options)
-    return cast(T, options), [word for word in words if word not in own]
+    return options, others
 
 
 def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -99,10 +99,10 @@ def print_keys() -> None:
     """
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
     print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
-    for group in registry.GROUPS:
-        for choice in registry.choices(group).values():
-            prefix = f"logger.{choice.name}." if group == "logger" else f"{group}."
-            print(f"\n{group}={choice.name}")
+    for name, group in registry.GROUPS.items():
+        for choice in registry.choices(name).values():
+            print(f"\n{name}={choice.name}")
+            prefix = f"{group.key(choice.name)}."
             if keys := list_fields(choice.schema(), prefix=prefix, skip=["name"]):
                 print(keys)
     print(

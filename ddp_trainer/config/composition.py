@@ -1,15 +1,10 @@
-"""Registers the choices with Hydra, and converts between Hydra's config, the dataclass `Config` and
-nested dicts.
-"""
+"""Composes the config with Hydra; converts between Hydra's config, `Config` and nested dicts."""
 
 import hashlib
 import json
-from dataclasses import asdict, fields
-from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -17,13 +12,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ddp_trainer import registry
 from ddp_trainer.config.errors import ConfigError, flatten_keys
+from ddp_trainer.config.keys import free_keys, is_marked, known_keys
 from ddp_trainer.config.schema import Config
 
 
 def config_dir() -> Path:
-    """Return the folder ``conf`` of the YAML files: in the installed package, or beside the package
-    in a checkout.
-    """
+    """Return the folder ``conf``: in the installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
@@ -34,59 +28,42 @@ def config_dir() -> Path:
 
 
 def register_configs() -> None:
-    """Register with Hydra the schema of every choice, the root schema, and the default choice of
-    each group.
-    """
+    """Register with Hydra the root schema, the schemas of all choices, and the default choices."""
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
-    for group in registry.GROUPS:
-        schema[group] = {} if group == "logger" else MISSING  # the choice fills it in
-        for name, choice in registry.choices(group).items():
-            package = f"logger.{name}" if group == "logger" else None
-            store.store(group=group, name=name, node=choice.schema, package=package)
+    config = Config()
+    defaults: list[Any] = ["schema"]
+    for name, group in registry.GROUPS.items():
+        schema[name] = {} if group.several else MISSING  # filled in by the choice
+        chosen = getattr(config, name)
+        defaults.append({name: list(chosen) if group.several else chosen.name})
+        for choice in registry.choices(name).values():
+            key = group.key(choice.name)
+            store.store(group=name, name=choice.name, node=choice.schema, package=key)
     store.store(name="schema", node=schema)
-    default = Config()
-    defaults: list[Any] = [
-        {group: getattr(default, group).name} for group in registry.GROUPS if group != "logger"
-    ]
-    store.store(
-        name="defaults",
-        node={"defaults": ["schema", *defaults, {"logger": list(default.logger)}, "_self_"]},
-    )
+    store.store(name="defaults", node={"defaults": [*defaults, "_self_"]})
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Return a checked `Config` with the values of `composed`; raise the same errors as
-    `from_builtins`.
-    """
+    """Return a checked `Config` with the values of `composed`; raises as `from_builtins` does."""
     tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return from_builtins(cast(dict[str, Any], tree))
 
 
-def parse_setting(word: str) -> DictConfig:
-    """Return `word`, ``key=value``, as a config, its value parsed as YAML; ConfigError if the value
-    is not YAML.
-    """
-    try:
-        return OmegaConf.from_dotlist([word])
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{word} cannot be read: the value must be YAML, so quote special characters"
-        ) from error
-
-
 def job_dir(output_dir: str, name: str) -> Path:
-    """Return the run directory, <output_dir>/<name>, which is the same on every rank and after a
-    restart.
+    """Return the run directory, <output_dir>/<name>, the same on every rank and after a restart.
 
     In a sweep (``--multirun``) it is a subfolder of that folder, named after the overrides of the
-    current job.
+    current job, except those of keys that are FREE.
     """
     run_dir = Path(output_dir).expanduser() / name
-    settings = HydraConfig.get()
-    if settings.mode is not RunMode.MULTIRUN:
+    hydra = HydraConfig.get()
+    if hydra.mode is not RunMode.MULTIRUN:
         return run_dir
-    job = settings.job.override_dirname
+    known = known_keys()
+    keys = {override: override.partition("=")[0].lstrip("+~") for override in hydra.overrides.task}
+    named = [override for override, key in keys.items() if not is_marked(key, "unnamed", known)]
+    job = ",".join(sorted(named))
     if len(job.encode()) > 200:  # a file system allows 255 bytes
         job = f"{job[:150]}-{hashlib.sha256(job.encode()).hexdigest()[:12]}"
     return run_dir / job
@@ -94,19 +71,8 @@ def job_dir(output_dir: str, name: str) -> Path:
 
 def to_builtins(config: Any) -> dict[str, Any]:
     """Return a config object as nested dicts, lists, strings and numbers (enums by name)."""
-
-    def plain(value: Any) -> Any:
-        match value:
-            case Enum():
-                return value.name
-            case dict():
-                return {key: plain(item) for key, item in value.items()}
-            case list():
-                return [plain(item) for item in value]
-            case _:
-                return value
-
-    return plain(asdict(config))
+    tree: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return tree
 
 
 def from_builtins(tree: dict[str, Any]) -> Config:
@@ -117,16 +83,16 @@ def from_builtins(tree: dict[str, Any]) -> Config:
         is not installed. OmegaConfBaseException: a key is unknown, or a value has the wrong type.
     """
     config = OmegaConf.structured(Config)
-    config.logger = {}
-    sections = {group: tree[group] for group in registry.GROUPS if group != "logger"}
-    sections |= {f"logger.{name}": section for name, section in tree["logger"].items()}
-    for key, section in sections.items():
-        choice = registry.choices(key.partition(".")[0]).get(section.get("name"))
-        if choice is None:
-            raise ConfigError(
-                f"{key}.name={section.get('name')} is unknown here: install its plug-in"
-            )
-        OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
+    for name, group in registry.GROUPS.items():
+        if group.several:
+            config[name] = {}
+        for key, section in group.sections(tree[name]).items():
+            choice = registry.choices(name).get(section.get("name"))
+            if choice is None:
+                raise ConfigError(
+                    f"{key}.name={section.get('name')} is unknown here: install its plug-in"
+                )
+            OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
     result = OmegaConf.to_object(OmegaConf.merge(config, tree))
     assert isinstance(result, Config)
     return result
@@ -138,30 +104,12 @@ def config_digest(config: Any) -> str:
 
 
 def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return ``"key: old → new"`` for each key that changes the training and has another value in
-    `new`.
-    """
+    """Return ``"key: old → new"`` for each key with another value that changes the training."""
     before = flatten_keys(old)
     after = flatten_keys(new)
-    free = free_keys(old) | free_keys(new)
-    changed = [
-        key
-        for key in sorted((before.keys() | after.keys()) - free)
+    absent = "absent"
+    return [
+        f"{key}: {before.get(key, absent)} → {after.get(key, absent)}"
+        for key in sorted((before.keys() | after.keys()) - free_keys(old) - free_keys(new))
         if before.get(key) != after.get(key)
     ]
-    return [f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}" for key in changed]
-
-
-def free_keys(tree: dict[str, Any]) -> set[str]:
-    """Return the dotted keys of the config `tree` that a resumed run may change."""
-    schemas: dict[str, Any] = {"": Config}
-    for group in registry.GROUPS:
-        if choice := registry.choices(group).get(tree.get(group, {}).get("name")):
-            schemas[f"{group}."] = choice.schema
-    free = {
-        prefix + f.name
-        for prefix, schema in schemas.items()
-        for f in fields(schema)
-        if f.metadata.get("free")
-    }
-    return {key for key in flatten_keys(tree) if key in free or key.split(".")[0] in free}

@@ -1,10 +1,10 @@
-"""The group ``loss``."""
+"""The group ``loss``: the value that each sample adds to the sum that the optimizer minimizes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import BELOW_ONE
+from ddp_trainer.config.errors import BELOW_ONE, setting
 from ddp_trainer.registry import register_loss
 
 
@@ -16,7 +16,7 @@ class LossConfig:
 @dataclass(kw_only=True, slots=True)
 class CrossEntropyConfig(LossConfig):
     name: str = "cross_entropy"
-    label_smoothing: float = field(default=0.0, metadata=BELOW_ONE)
+    label_smoothing: float = setting(0.0, BELOW_ONE)
     """Share, in [0, 1), of the target that is spread evenly over all classes."""
 
 

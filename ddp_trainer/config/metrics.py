@@ -1,4 +1,4 @@
-"""The group ``metric``: further scores of an evaluation; a run may have several."""
+"""The group ``metric``: values that are computed at each evaluation, ``metric=[a,b]``."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,11 @@
 """The group ``model``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from omegaconf import MISSING
 
+from ddp_trainer.config.errors import setting
 from ddp_trainer.registry import register_model
 
 Stem = StrEnum("Stem", ["auto", "imagenet", "small"])
@@ -15,13 +16,11 @@ LeNetInit = StrEnum("LeNetInit", ["default", "d2l"])
 class ModelConfig:
     name: str = MISSING
     weights: str | None = None
-    """File of initial weights (safetensors or torch.save); the last layer is not loaded if its size
-    differs.
+    """File of initial weights, from safetensors or torch.save; a last layer of another size is not
+    loaded.
     """
-    freeze: list[str] = field(default_factory=list)
-    """Names of modules and parameters that are not trained; backbone: all parameters but those of
-    the last layer.
-    """
+    freeze: list[str] = setting([])
+    """Modules and parameters that are not trained; backbone: all but the last layer."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,9 +36,7 @@ class ResNet18Config(ModelConfig):
 class LeNetConfig(ModelConfig):
     name: str = "lenet"
     init: LeNetInit = LeNetInit.default
-    """default: PyTorch's initialization; d2l: weights from a normal distribution of standard
-    deviation 0.01.
-    """
+    """default: PyTorch's; d2l: weights from a normal distribution of standard deviation 0.01."""
 
 
 @dataclass(kw_only=True, slots=True)

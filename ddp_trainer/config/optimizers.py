@@ -1,31 +1,27 @@
 """The group ``optimizer``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import BELOW_ONE, NOT_NEGATIVE, POSITIVE, require
+from ddp_trainer.config.errors import BELOW_ONE, NOT_NEGATIVE, POSITIVE, require, setting
 from ddp_trainer.registry import register_optimizer
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     skips_nonfinite: ClassVar[bool] = False
-    """Whether ``step()`` changes nothing if the optimizer's ``found_inf`` is 1, as with torch's
-    fused optimizers.
-    """
+    """Whether ``step()`` skips the update if ``found_inf`` is 1, as torch's fused optimizers do."""
 
     name: str = MISSING
-    lr: float = field(default=0.1, metadata=POSITIVE)
+    lr: float = setting(0.1, POSITIVE)
     """Peak learning rate; it does not depend on the global batch size unless scale_lr is true."""
-    weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Weight decay: added to the gradient (sgd, lars) or decoupled and multiplied by lr (adamw,
-    lamb).
-    """
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    """Weight decay, added to the gradient (sgd, lars), or decoupled and times lr (adamw, lamb)."""
     scale_lr: bool = False
     """Linear rule: multiply lr by global_batch_size / base_batch_size."""
-    base_batch_size: int = field(default=256, metadata=POSITIVE)
+    base_batch_size: int = setting(256, POSITIVE)
     """The global batch size that `lr` was chosen for; used only if scale_lr is true."""
 
     def scaled_lr(self, global_batch_size: int) -> float:
@@ -35,7 +31,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MomentumConfig(OptimizerConfig):
-    momentum: float = field(default=0.9, metadata=BELOW_ONE)
+    momentum: float = setting(0.9, BELOW_ONE)
     """Momentum factor, in [0, 1)."""
     nesterov: bool = False
     """Use Nesterov momentum."""
@@ -49,9 +45,9 @@ class MomentumConfig(OptimizerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class AdamConfig(OptimizerConfig):
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[float] = setting([0.9, 0.999])
     """Decay rates, in [0, 1), of the running means of the gradient and of its square."""
-    eps: float = field(default=1e-8, metadata=POSITIVE)
+    eps: float = setting(1e-8, POSITIVE)
     """Number added to the denominator of the update, so that it is never 0."""
 
     def __post_init__(self) -> None:
@@ -65,45 +61,41 @@ class AdamConfig(OptimizerConfig):
 class SGDConfig(MomentumConfig):
     name: str = "sgd"
     skips_nonfinite: ClassVar[bool] = True
-    lr: float = field(default=0.05, metadata=POSITIVE)
+    lr: float = setting(0.05, POSITIVE)
     nesterov: bool = True
-    weight_decay: float = field(default=5e-4, metadata=NOT_NEGATIVE)
+    weight_decay: float = setting(5e-4, NOT_NEGATIVE)
 
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig(AdamConfig):
     name: str = "adamw"
     skips_nonfinite: ClassVar[bool] = True
-    lr: float = field(default=1e-3, metadata=POSITIVE)
+    lr: float = setting(1e-3, POSITIVE)
 
 
 @dataclass(kw_only=True, slots=True)
 class LARSConfig(MomentumConfig):
     name: str = "lars"
-    lr: float = field(default=5.0, metadata=POSITIVE)
-    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size
-    only if scale_lr.
+    lr: float = setting(5.0, POSITIVE)
+    """Peak learning rate, times the trust ratio of each layer; scaled by batch size if scale_lr."""
+    weight_decay: float = setting(5e-5, POSITIVE)
+    """Weight decay, added to the gradient; biases and normalization layers have none, and no trust
+    ratio.
     """
-    weight_decay: float = field(default=5e-5, metadata=POSITIVE)
-    """Weight decay, an L2 term added to the gradient; biases and normalization layers have none,
-    and no trust ratio.
-    """
-    trust_coefficient: float = field(default=0.001, metadata=POSITIVE)
+    trust_coefficient: float = setting(0.001, POSITIVE)
     """Norm of a layer's update divided by the norm of its weights, at learning rate 1."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LAMBConfig(AdamConfig):
     name: str = "lamb"
-    lr: float = field(default=1e-2, metadata=POSITIVE)
-    """Peak learning rate, which each layer multiplies by its own trust ratio; scaled by batch size
-    only if scale_lr.
+    lr: float = setting(1e-2, POSITIVE)
+    """Peak learning rate, times the trust ratio of each layer; scaled by batch size if scale_lr."""
+    weight_decay: float = setting(0.01, POSITIVE)
+    """Decoupled weight decay, times lr; biases and normalization layers have none, and no trust
+    ratio.
     """
-    weight_decay: float = field(default=0.01, metadata=POSITIVE)
-    """Decoupled weight decay, multiplied by lr; biases and normalization layers have none, and no
-    trust ratio.
-    """
-    eps: float = field(default=1e-6, metadata=POSITIVE)
+    eps: float = setting(1e-6, POSITIVE)
 
 
 register_optimizer("sgd", SGDConfig, builder="ddp_trainer.training.optimizers:build_sgd")

@@ -1,17 +1,18 @@
-"""The root of the config: one training run, with a choice of each group, and the rules that involve
-several keys.
-"""
+"""The root of the config: one training run, with its choices, and the rules for several keys."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from ddp_trainer import registry
 from ddp_trainer.config.data import DataConfig, DigitsConfig
-from ddp_trainer.config.errors import BELOW_ONE, FREE, POSITIVE, check_values, require, rule
+from ddp_trainer.config.errors import FREE, NAMED, POSITIVE, check_values, require, rule, setting
 from ddp_trainer.config.loggers import JsonlConfig, LoggerConfig, TensorBoardConfig
+from ddp_trainer.config.losses import CrossEntropyConfig, LossConfig
+from ddp_trainer.config.metrics import MetricConfig
 from ddp_trainer.config.models import ModelConfig, ResNet18Config
+from ddp_trainer.config.observers import ObserverConfig
 from ddp_trainer.config.optimizers import OptimizerConfig, SGDConfig
 from ddp_trainer.config.schedulers import CosineConfig, SchedulerConfig
 from ddp_trainer.config.sync import DDPConfig, SyncConfig
@@ -29,15 +30,11 @@ OnCorruption = StrEnum("OnCorruption", ["stop", "exclude"])
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: int | None = field(default=None, metadata=POSITIVE)
-    """Optimizer steps between two saves, in addition to a save at each epoch's end; null: only at
-    each epoch's end.
-    """
-    every_seconds: float | None = field(default=None, metadata=POSITIVE)
-    """Seconds after the last save, by the clock of rank 0, at which the next save is due; null: no
-    save by time.
-    """
-    keep_last: int = field(default=3, metadata=POSITIVE)
+    every_steps: int | None = setting(None, POSITIVE)
+    """Optimizer steps between two saves; null: only the saves at each epoch's end."""
+    every_seconds: float | None = setting(None, POSITIVE)
+    """Seconds between two saves, by the clock of rank 0; null: no save by time."""
+    keep_last: int = setting(3, POSITIVE)
     """Number of the newest checkpoints that are kept on disk; older ones are deleted."""
     keep_best: bool = True
     """Keep the checkpoint of the highest eval/top1 as best.pt."""
@@ -45,18 +42,15 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EmaConfig:
-    decay: float | None = field(
-        default=None,
-        metadata=rule("greater than 0 and less than 1, or null", lambda value: 0 < value < 1),
+    decay: float | None = setting(
+        None, rule("greater than 0 and less than 1, or null", lambda value: 0 < value < 1)
     )
-    """Decay per step of a moving average of the weights, which is evaluated and saved; null: no
-    average.
-    """
+    """Decay per step of an average of the weights, which is evaluated and saved; null: none."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckConfig:
-    every_steps: int | None = field(default=None, metadata=POSITIVE)
+    every_steps: int | None = setting(None, POSITIVE)
     """Steps between two checks, which compute each rank's gradient again on another rank and
     compare; null: never.
     """
@@ -65,97 +59,99 @@ class CheckConfig:
     node.
     """
     fitness: bool = False
-    """Before the job starts, compare the speed of its nodes and report a node that is 15 % slower
-    than the others.
-    """
+    """Measure the nodes before the job starts; end it if one is 15 % slower than the others."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     """The config of one training run. Batch sizes count the samples of all ranks together."""
 
-    model: ModelConfig = field(default_factory=ResNet18Config)
-    data: DataConfig = field(default_factory=DigitsConfig)
-    optimizer: OptimizerConfig = field(default_factory=SGDConfig)
-    scheduler: SchedulerConfig = field(default_factory=CosineConfig)
-    sync: SyncConfig = field(default_factory=DDPConfig)
-    logger: dict[str, LoggerConfig] = field(
-        default_factory=lambda: {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()},
-        metadata=FREE,
+    model: ModelConfig = setting(ResNet18Config())
+    data: DataConfig = setting(DigitsConfig())
+    loss: LossConfig = setting(CrossEntropyConfig())
+    optimizer: OptimizerConfig = setting(SGDConfig())
+    scheduler: SchedulerConfig = setting(CosineConfig())
+    sync: SyncConfig = setting(DDPConfig())
+    metric: dict[str, MetricConfig] = setting({}, NAMED)
+    logger: dict[str, LoggerConfig] = setting(
+        {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}, NAMED
     )
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=FREE)
-    ema: EmaConfig = field(default_factory=EmaConfig)
-    check: CheckConfig = field(default_factory=CheckConfig, metadata=FREE)
+    observer: dict[str, ObserverConfig] = setting({}, NAMED)
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), FREE)
+    ema: EmaConfig = setting(EmaConfig())
+    check: CheckConfig = setting(CheckConfig(), NAMED)
 
-    name: str = field(default=DEFAULT_NAME, metadata=FREE)
+    name: str = setting(DEFAULT_NAME, FREE)
     """The run directory is <output_dir>/<name>."""
-    output_dir: str = field(default="outputs", metadata=FREE)
+    output_dir: str = setting("outputs", FREE)
     """The folder of run directories."""
-    seed: int = field(default=0, metadata=rule("0 to 2^63 - 1", lambda value: 0 <= value < 2**63))
+    seed: int = setting(0, rule("0 to 2^63 - 1", lambda value: 0 <= value < 2**63))
     """Seed of the initial weights, the sample order and the augmentation; 0 to 2^63 - 1."""
-    epochs: int = field(default=10, metadata=POSITIVE | FREE)
+    epochs: int = setting(10, POSITIVE | NAMED)
     """Passes over the training split; the last, incomplete global batch of each pass is dropped."""
-    max_steps: int | None = field(default=None, metadata=POSITIVE | FREE)
-    """Evaluate, save and stop after this many optimizer steps, counted over all launches; null:
-    train all epochs.
-    """
-    global_batch_size: int = field(default=256, metadata=POSITIVE)
+    max_steps: int | None = setting(None, POSITIVE | FREE)
+    """Stop after this many optimizer steps, counted over all launches; null: train all epochs."""
+    global_batch_size: int = setting(256, POSITIVE)
     """Samples per optimizer step over all ranks and gradient accumulation steps."""
-    eval_batch_size: int = field(default=1024, metadata=POSITIVE | FREE)
+    eval_batch_size: int = setting(1024, POSITIVE | FREE)
     """Samples per evaluation batch over all ranks; changes speed and memory, never the result."""
-    gradient_accumulation_steps: int = field(default=1, metadata=POSITIVE)
+    gradient_accumulation_steps: int = setting(1, POSITIVE)
     """Forward and backward passes per optimizer step; more of them need less memory."""
     precision: Precision = Precision.auto
     """auto: bf16 if the hardware of every rank multiplies bf16 fast, else fp32."""
-    channels_last: bool | str = field(
-        default="auto",
-        metadata=FREE | rule("auto, true or false", lambda value: value in ("auto", True, False)),
+    channels_last: bool | str = setting(
+        "auto", NAMED | rule("auto, true or false", lambda value: value in ("auto", True, False))
     )
     """Keep images and weights in the memory layout NHWC; auto: true."""
-    compile: bool = field(default=False, metadata=FREE)
+    compile: bool = setting(False, NAMED)
     """Compile the model with torch.compile: the start is slower, each step is faster."""
-    deterministic: bool = field(default=False, metadata=FREE)
-    """Use deterministic algorithms only: GPU runs need this to be bitwise equal, CPU runs do not.
-    """
-    num_threads: int | str = field(
-        default="auto",
-        metadata=FREE
-        | rule("auto or 1 to 1024", lambda value: value == "auto" or value in range(1, 1025)),
+    deterministic: bool = setting(False, NAMED)
+    """Use deterministic algorithms, which GPU runs need to be bitwise equal; CPU runs do not."""
+    num_threads: int | str = setting(
+        "auto",
+        FREE | rule("auto or 1 to 1024", lambda value: value in ("auto", *range(1, 1025))),
     )
     """Threads per rank; auto: usable cores / local ranks, ignoring OMP_NUM_THREADS."""
-    device: Device = field(default=Device.auto, metadata=FREE)
+    device: Device = setting(Device.auto, FREE)
     """auto: cuda if there is a GPU, else cpu."""
-    backend: Backend = field(default=Backend.auto, metadata=FREE)
+    backend: Backend = setting(Backend.auto, FREE)
     """auto: nccl on cuda, gloo on cpu."""
-    timeout_seconds: int = field(
-        default=120,
-        metadata=FREE
-        | rule(f"1 to {WEEK_SECONDS}, a week", lambda value: 0 < value <= WEEK_SECONDS),
+    timeout_seconds: int = setting(
+        120, FREE | rule(f"1 to {WEEK_SECONDS}, a week", lambda value: 0 < value <= WEEK_SECONDS)
     )
     """Time limit, in seconds, of the start and of a collective; a job without progress for half of
     it is ended.
     """
-    label_smoothing: float = field(default=0.0, metadata=BELOW_ONE)
-    """Share, in [0, 1), of the target that is spread evenly over all classes."""
-    max_grad_norm: float | None = field(default=None, metadata=POSITIVE)
+    max_grad_norm: float | None = setting(None, POSITIVE)
     """Gradients whose 2-norm is larger than this are scaled down to it; null: no limit."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
-    log_every_steps: int = field(default=20, metadata=POSITIVE | FREE)
+    log_every_steps: int = setting(20, POSITIVE | FREE)
     """Optimizer steps between two log entries. The CPU waits for the GPU only for these and once a
     second.
     """
-    report: bool = field(default=False, metadata=FREE)
+    report: bool = setting(False, NAMED)
     """Write report.html at the end of a launch, with the scores of the last evaluation."""
-    resume: Resume = field(default=Resume.auto, metadata=FREE)
-    """auto: resume from the newest checkpoint if there is one; must: fail without one; never: start
-    from step 0.
-    """
+    resume: Resume = setting(Resume.auto, FREE)
+    """auto: from the newest checkpoint, if any; must: fail without one; never: from step 0."""
 
     def __post_init__(self) -> None:
         if self.name == DEFAULT_NAME:  # Hydra has already resolved it in a config that it composed
             self.name = f"{self.data.name}-{self.model.name}-{self.sync.name}"
         check_values(self)
+        self._check_paths()
+        self._check_choices()
+        self._check_together()
+
+    @property
+    def process_group(self) -> dict[str, Any]:
+        """The keyword arguments of the function ``process_group``."""
+        return {
+            key: getattr(self, key)
+            for key in ("device", "backend", "num_threads", "timeout_seconds")
+        }
+
+    def _check_paths(self) -> None:
         require(
             self.name not in ("", ".", "..") and "/" not in self.name and self.name.isprintable(),
             f"name={self.name!r} must be one plain name, without /: it is the run's folder in"
@@ -165,34 +161,21 @@ class Config:
             self.output_dir != "",
             "output_dir= is empty: give a folder, for example . for the current one",
         )
-        expanded = os.path.expanduser(self.output_dir)
         require(
-            expanded[0] != "~",
+            not os.path.expanduser(self.output_dir).startswith("~"),
             f"output_dir={self.output_dir} begins with ~ of an unknown user: give a full path",
         )
-        chosen_by_key = {
-            group: getattr(self, group) for group in registry.GROUPS if group != "logger"
-        }
-        chosen_by_key |= {f"logger.{name}": chosen for name, chosen in self.logger.items()}
-        for key, chosen in chosen_by_key.items():
-            choice = registry.find(key.partition(".")[0], type(chosen))
-            require(
-                choice is not None and chosen.name == choice.name,
-                f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is"
-                " registered: leave `name` of a registered class at its default, or register a"
-                f" class whose default `name` is {chosen.name}",
-            )
-        self._check_together()
 
-    @property
-    def process_group(self) -> dict[str, Any]:
-        """The keyword arguments of the function ``process_group``: device, backend, threads and
-        timeout.
-        """
-        return {
-            key: getattr(self, key)
-            for key in ("device", "backend", "num_threads", "timeout_seconds")
-        }
+    def _check_choices(self) -> None:
+        for name, group in registry.GROUPS.items():
+            for key, chosen in group.sections(getattr(self, name)).items():
+                choice = registry.find(name, type(chosen))
+                require(
+                    choice is not None and chosen.name == choice.name,
+                    f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is"
+                    " registered: leave `name` of a registered class at its default, or register"
+                    f" a class whose default `name` is {chosen.name}",
+                )
 
     def _check_together(self) -> None:
         sync = self.sync
@@ -242,9 +225,7 @@ class Config:
         )
 
     def check_world_size(self, world_size: int) -> None:
-        """Check the world size; ConfigError if a rank has too few samples, or the strategy is for
-        one process.
-        """
+        """Raise ConfigError if a rank has too few samples, or `sync` needs another world size."""
         require(
             self.global_batch_size >= world_size,
             f"global_batch_size={self.global_batch_size} must be at least the world size,"

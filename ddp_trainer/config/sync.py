@@ -1,13 +1,13 @@
 """The group ``sync``: how the replicas of a model are kept equal."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import FREE, POSITIVE, require, rule
+from ddp_trainer.config.errors import NAMED, POSITIVE, require, rule, setting
 from ddp_trainer.registry import register_sync
 
 DEVICES = rule(
@@ -24,21 +24,15 @@ class SyncConfig:
     single_process: ClassVar[bool] = False
     """Whether the strategy runs in one process only."""
     point_to_point: ClassVar[bool] = False
-    """Whether it uses operations, such as send and receive, that gloo does not have for tensors on
-    a GPU.
-    """
+    """Whether it sends from rank to rank, which gloo does not support for tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
-    """Whether every rank has all gradients before the optimizer's step; the loss scaling of fp16
-    needs them.
-    """
+    """Whether every rank has all gradients before the update, as the loss scaling of fp16 needs."""
     supports_ema: ClassVar[bool] = True
     """Whether parameters are equal on all ranks after each step."""
     supports_bf16: ClassVar[bool] = True
     supports_compile: ClassVar[bool] = True
     supports_check: ClassVar[bool] = True
-    """Whether a rank has one replica, so that check.every_steps can compute its gradient again on
-    another rank.
-    """
+    """Whether a rank has one replica, whose gradient check.every_steps can compute again."""
 
     name: str = MISSING
 
@@ -60,28 +54,20 @@ class NoSyncConfig(SyncConfig):
 @dataclass(kw_only=True, slots=True)
 class DDPConfig(SyncConfig):
     name: str = "ddp"
-    bucket_cap_mb: int | str = field(
-        default="auto",
-        metadata=FREE
+    bucket_cap_mb: int | str = setting(
+        "auto",
+        NAMED
         | rule(
             "auto or 1 to 1048576", lambda value: value == "auto" or value in range(1, 2**20 + 1)
         ),
     )
-    """Size in MiB of the buckets of gradients that DDP sends while backward still runs; auto: by
-    the model's size.
-    """
+    """Size in MiB of the gradient buckets that DDP sends during backward; auto: by model size."""
     comm_hook: CommHook = CommHook.none
-    """How gradients are sent: none: unchanged; fp16, bf16: rounded; powersgd: as factors of low
-    rank.
-    """
-    powersgd_rank: int = field(default=2, metadata=POSITIVE)
+    """How gradients are sent: none: unchanged; fp16, bf16: rounded; powersgd: low-rank factors."""
+    powersgd_rank: int = setting(2, POSITIVE)
     """Rank of powersgd's factors; a higher one is closer to the gradient."""
-    powersgd_warmup_steps: int = field(
-        default=100, metadata=rule("at least 2", lambda value: value >= 2)
-    )
-    """Gradient averages without compression at the start of each launch; two of them come before
-    the first step.
-    """
+    powersgd_warmup_steps: int = setting(100, rule("at least 2", lambda value: value >= 2))
+    """Gradient averages without compression at the start of a launch, two of them before step 1."""
 
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
@@ -118,7 +104,7 @@ class ParameterServerConfig(SyncConfig):
     name: str = "parameter_server"
     point_to_point: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
-    num_servers: int = field(default=1, metadata=POSITIVE | FREE)
+    num_servers: int = setting(1, POSITIVE | NAMED)
     """Number of ranks, from rank 0 on, that own parameters and also train; 1 to the world size."""
 
     def check_world_size(self, world_size: int) -> None:
@@ -133,10 +119,8 @@ class LocalSGDConfig(SyncConfig):
     name: str = "local_sgd"
     supports_fp16: ClassVar[bool] = False
     supports_ema: ClassVar[bool] = False
-    every_steps: int = field(default=8, metadata=POSITIVE)
-    """Optimizer steps between two averages of the parameters, which are also averaged at each
-    epoch's end.
-    """
+    every_steps: int = setting(8, POSITIVE)
+    """Optimizer steps between two averages of the parameters; each epoch's end has one too."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,7 +128,7 @@ class ReplicasConfig(SyncConfig):
     name: str = "replicas"
     single_process: ClassVar[bool] = True
     supports_check: ClassVar[bool] = False
-    devices: list[str] = field(default_factory=lambda: ["cpu", "cpu"], metadata=FREE | DEVICES)
+    devices: list[str] = setting(["cpu", "cpu"], NAMED | DEVICES)
     """The device of each replica: all cpu, or cuda:0, cuda:1 and so on."""
 
 

@@ -8,19 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
-from ddp_trainer.config.composition import free_keys, from_builtins, parse_setting
-from ddp_trainer.config.errors import (
-    ConfigError,
-    flatten_keys,
-    require,
-    require_run_dir,
-    suggestion,
-)
+from ddp_trainer.config.composition import from_builtins
+from ddp_trainer.config.errors import ConfigError, require, require_run_dir
+from ddp_trainer.config.keys import change_keys, free_keys
 from ddp_trainer.config.schema import Config
 from ddp_trainer.models import build_model
 from ddp_trainer.models.state import load_state
@@ -40,8 +34,6 @@ KEYS = (
     "epoch",
     "progress",
 )
-TEXTS = ("data.root", "data.cache_dir")
-"""Keys of the config whose values, except null, are taken as text, not parsed as YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,32 +113,17 @@ def load_model(
 
 
 def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """Return `config` changed by `words` (``key=value``); ConfigError if a key is one that a
-    resumed run must keep.
-    """
-    tree = OmegaConf.create(config)
+    """Return `config` changed by `words`, ``key=value``; ConfigError for keys that are not free."""
+    words = list(words)
+    changed = change_keys(config, words)
     free = free_keys(config)
-    known = flatten_keys(config)
     for word in words:
-        key, equals, text = word.partition("=")
-        require(bool(equals), f"{word} is not an option: write key=value")
         require(
-            key in known,
-            f"{word} is unknown:"
-            f" {suggestion(key, known)[2:] or 'the config of the run has no such key'}",
-        )
-        require(
-            key in free,
+            word.partition("=")[0] in free,
             f"{word} would change what was trained: leave it out; keys such as data.root and device"
             " can be set",
         )
-        is_text = key in TEXTS and text != "null"
-        value = (
-            text if is_text else OmegaConf.select(parse_setting(word), key, throw_on_missing=True)
-        )
-        OmegaConf.update(tree, key, value)
-    result: Any = OmegaConf.to_container(tree)
-    return result
+    return changed
 
 
 def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:

@@ -16,7 +16,8 @@ from runs import TINY, compose, read_summary
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.messages import format_config_error, known_keys
+from ddp_trainer.config.keys import known_keys
+from ddp_trainer.config.messages import format_config_error
 
 VALUES = [
     "",
@@ -105,7 +106,7 @@ def hostile_overrides(count: int) -> list[list[str]]:
             group, _, name = key.partition(".")
             choices = (
                 registry.choices(group).values()
-                if group in registry.GROUPS and group != "logger"
+                if group in registry.GROUPS and not registry.GROUPS[group].several
                 else ()
             )
             with_key = [

@@ -162,7 +162,7 @@ ALL = (
     "data.augment.mixup=0.2",
     "data.augment.cutmix=1",
     "data.augment.rand_augment=1",
-    "label_smoothing=0.1",
+    "loss.label_smoothing=0.1",
     "data.augment.color_jitter=0.2",
 )
 
