@@ -1,23 +1,21 @@
 """Files that are written completely or not at all, and locks."""
 
-import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ddp_trainer.config.errors import TransientError
 
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[BufferedRandom]:
-    """Yield a temporary file, which is synced to disk and renamed to `path` at the end, or deleted
-    after an error.
-    """
+    """Yield a temporary file, synced and renamed to `path` at the end, deleted on an error."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         with open(temporary, "w+b") as file:
@@ -37,9 +35,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that is a JSON object with an integer ``step``, and the object; skip all
-    other lines.
-    """
+    """Yield each line that is a JSON object with an integer ``step``, and the object."""
     for line in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
             record = json.loads(line)
@@ -48,9 +44,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def exclude_node(run_dir: Path, node: str) -> None:
-    """Add `node` to the nodes that launch/slurm.sbatch excludes when it requeues its job. A full
-    disk is no error.
-    """
+    """Exclude `node` from the next launch of launch/slurm.sbatch; a full disk is no error."""
     with suppress(OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         with open(run_dir / "excluded_nodes", "a") as file:
@@ -59,24 +53,24 @@ def exclude_node(run_dir: Path, node: str) -> None:
 
 @contextmanager
 def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
-    """Lock `path` inside the context; TransientError, with the text `holder`, if another process
-    keeps it `seconds`.
+    """Lock `path` inside the context; wait up to `seconds` for another process to release it.
 
-    The kernel releases the lock when this process ends, however it ends.
+    The kernel releases the lock when this process ends, however it ends. The file stays.
+
+    Raises:
+        TransientError: with the text `holder`, if another process keeps the lock; or if the file
+        system has no locks.
     """
-    with open(path, "ab") as file:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TransientError(holder) from None
-                time.sleep(0.1)
-            except OSError as error:
-                raise TransientError(
-                    f"{path.parent} cannot be locked ({error.strerror}): mount the file system with"
-                    " locks (Lustre: -o flock), or choose another folder"
-                ) from error
+    path.touch()  # raises the OSError of a folder that cannot be written
+    with ExitStack() as stack:
+        try:
+            # not a soft lock (a file that exists), because a killed process would leave it locked
+            stack.enter_context(FileLock(path, timeout=seconds, fallback_to_soft=False))
+        except Timeout as error:
+            raise TransientError(holder) from error
+        except OSError as error:
+            raise TransientError(
+                f"{path.parent} cannot be locked ({error.strerror}): mount the file system with"
+                " locks (Lustre: -o flock), or choose another folder"
+            ) from error
         yield

@@ -146,7 +146,7 @@ ARGUMENTS = {
     "logger=wandb logger.wandb.mode=never": (
         "logger.wandb.mode=never must be one of auto, online, offline"
     ),
-    "logger=[csv,mlflow] logger.mlflow.uri=x": "logger.mlflow.uri=x is unknown: ",
+    "logger=[jsonl,mlflow] logger.mlflow.uri=x": "logger.mlflow.uri=x is unknown: ",
     "device=cpu backend=nccl": (
         "backend=nccl needs GPUs and does not work with device=cpu: use backend=gloo"
     ),

@@ -26,11 +26,6 @@ class JsonlConfig(LoggerConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class CsvConfig(LoggerConfig):
-    name: str = "csv"
-
-
-@dataclass(kw_only=True, slots=True)
 class WandbConfig(LoggerConfig):
     name: str = "wandb"
     project: str = "ddp_trainer"
@@ -64,6 +59,5 @@ register_logger(
     "tensorboard", TensorBoardConfig, builder=f"{LOGGERS}.tensorboard:TensorBoardLogger"
 )
 register_logger("jsonl", JsonlConfig, builder=f"{LOGGERS}.jsonl:JsonlLogger")
-register_logger("csv", CsvConfig, builder=f"{LOGGERS}.csv_file:CsvLogger")
 register_logger("wandb", WandbConfig, builder=f"{LOGGERS}.wandb_run:WandbLogger")
 register_logger("mlflow", MlflowConfig, builder=f"{LOGGERS}.mlflow_run:MlflowLogger")

@@ -1,5 +1,5 @@
-"""Floating buffers (BatchNorm's statistics): a rank's own in training, averaged where a model is
-evaluated or saved.
+"""Buffers, such as BatchNorm's statistics: each rank trains with its own; evaluations and
+checkpoints use their mean.
 """
 
 from collections.abc import Iterator
@@ -48,3 +48,15 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
         yield own
     finally:
         restore_buffers(model, own)
+
+
+@contextmanager
+def preserved_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers, integers too, bit by bit after the context."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(model.buffers(), kept, strict=True):
+                buffer.copy_(value)

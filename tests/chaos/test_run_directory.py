@@ -153,8 +153,8 @@ def test_without_config_yaml_another_config_is_refused(tmp_path: Path) -> None:
     assert "holds a run of another config (optimizer.lr: 0.05 → 0.3)" in done.output
 
 
-@pytest.mark.fault("a lock that is held, or a file system without locks")
-def test_a_lock_that_cannot_be_had_is_no_mistake_of_the_user(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.fault("a lock that is held")
+def test_a_lock_that_another_process_has_is_no_mistake_of_the_user(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with (
         lock_file(lock, seconds=0, holder="mine"),
@@ -163,12 +163,42 @@ def test_a_lock_that_cannot_be_had_is_no_mistake_of_the_user(tmp_path: Path, mon
     ):
         pass
 
+
+@pytest.mark.fault("a file system without locks")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_one_error(number: int, tmp_path: Path, monkeypatch) -> None:
     def refuse(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)  # no file system here does that
     without_locks = pytest.raises(TransientError, match="mount the file system with locks")
-    with without_locks, lock_file(lock, seconds=0, holder=""):
+    with without_locks, lock_file(tmp_path / "lock", seconds=0, holder=""):
+        pass
+
+
+def hold_lock(lock: Path) -> None:
+    with lock_file(lock, seconds=0, holder=""):
+        lock.with_name("is_held").touch()
+        time.sleep(3600)
+
+
+@pytest.mark.fault("SIGKILL of a process that has a lock")
+def test_a_killed_process_releases_its_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    process = forkserver().Process(target=hold_lock, args=(lock,))
+    process.start()
+    wait_for((tmp_path / "is_held").exists)
+    with pytest.raises(TransientError), lock_file(lock, seconds=0, holder="it is alive"):
+        pass
+    process.kill()
+    process.join()
+    with lock_file(lock, seconds=0, holder="it has been killed"):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure_of_the_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "missing/lock"
+    with pytest.raises(FileNotFoundError), lock_file(lock, seconds=0, holder=""):
         pass
 
 

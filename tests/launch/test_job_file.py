@@ -85,7 +85,7 @@ BASE = ("freeze", "{folder}/new.json", "base={folder}/base")
         ((*BASE, "epochs=x"), "epochs=x must be a whole number"),
         ((*BASE, "epochs=0"), "epochs=0 must be greater than 0"),
         ((*BASE, "optimizer=adamw"), "optimizer=adamw would replace a whole section: "),
-        ((*BASE, "logger.csv=null"), "logger.csv=null would replace a whole section: "),
+        ((*BASE, "logger.jsonl=null"), "logger.jsonl=null would replace a whole section: "),
         ((*BASE, "epochs=[1"), "epochs=[1 cannot be read: the value must be YAML"),
         ((*BASE, "world_size=257"), "global_batch_size=256 must be at least the world size, 257"),
         (("train", "job_file={folder}/base", "seed=3"), "seed=3 "),

@@ -257,9 +257,9 @@ def test_without_a_secret_only_the_node_itself_learns_which_keys_differ(
 
 
 def test_a_setting_that_only_the_head_has_is_named() -> None:
-    head = replace(NODE, config=NODE.config | {"logger.csv.name": "csv"})
+    head = replace(NODE, config=NODE.config | {"logger.wandb.name": "wandb"})
     with pytest.raises(
-        ConfigError, match=r"other settings than on the head \(logger.csv.name\): use the same"
+        ConfigError, match=r"other settings than on the head \(logger.wandb.name\): use the same"
     ):
         NODE.check_settings(head.settings("salt"))
 

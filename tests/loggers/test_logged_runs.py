@@ -1,10 +1,8 @@
-"""A run that is interrupted and resumed, read back from the files of csv, wandb and mlflow by other
+"""A run that is interrupted and resumed, read back from the files of wandb and mlflow by other
 code than ours.
 """
 
-import csv
 import json
-import math
 import os
 import shutil
 import sqlite3
@@ -31,7 +29,7 @@ WORDS = (
     "precision=fp32",
     "log_every_steps=1",
     "name=run",
-    "logger=[csv,wandb,mlflow,jsonl]",
+    "logger=[wandb,mlflow,jsonl]",
     "logger.wandb.mode=offline",
     "logger.wandb.tags=[one,two]",
 )
@@ -73,17 +71,6 @@ def all_values(run_dir: Path, tag: str) -> list[tuple[int, Any]]:
     values = [(record["step"], record[tag]) for record in [*first, *second] if tag in record]
     assert len(values) > 2
     return values
-
-
-def test_csv_has_the_records_of_jsonl(run_dir: Path) -> None:
-    with open(run_dir / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file, strict=True))
-    expected = records(run_dir)
-    assert len(rows) == len(expected)
-    for row, record in zip(rows, expected, strict=True):
-        filled = {tag: value for tag, value in row.items() if value and tag != "time"}
-        assert filled == {tag: str(value) for tag, value in record.items() if tag != "time"}
-        assert math.isclose(float(row["time"]), record["time"], abs_tol=1)
 
 
 def test_a_closed_console_takes_no_line_from_the_log_file(tmp_path: Path) -> None:
