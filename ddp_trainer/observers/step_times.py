@@ -81,7 +81,7 @@ class StepTimer:
 
         images_per_step: how many images all ranks together have in a step.
         """
-        self.enter(Phase.between_steps)
+        self.enter(Phase.control_point)
         seconds = elapsed(self.begins[0][1], self.begins[-1][1])
         spent = dict.fromkeys(TAGS, 0.0)
         for (phase, start), (_, end) in pairwise(self.begins):

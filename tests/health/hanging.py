@@ -17,14 +17,14 @@ from ddp_trainer.data.loaders import TrainLoader  # noqa: E402
 from ddp_trainer.distributed.process_group import World  # noqa: E402
 from ddp_trainer.models.lenet import LeNet  # noqa: E402
 from ddp_trainer.observers.loggers.jsonl import JsonlLogger  # noqa: E402
-from ddp_trainer.training import trainer  # noqa: E402
+from ddp_trainer.training import loop  # noqa: E402
 
 RANK, WHERE, COUNT = os.environ["STUCK"].split(":")
 PLACES: dict[str, tuple[Any, str]] = {
     "loader": (TrainLoader, "augment"),
     "forward": (LeNet, "forward"),
     "collective": (World, "all_reduce"),
-    "evaluation": (trainer, "mean_over_ranks"),
+    "evaluation": (loop, "mean_over_ranks"),
     "save": (store.CheckpointStore, "save"),
     "logger": (JsonlLogger, "scalars"),
 }
