@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ddp_trainer.distributed.seeding import derive_seed
 from ddp_trainer.files import exclude_node, replace_text
 from ddp_trainer.models import build_model
 from ddp_trainer.observers.console import logging_to
-from ddp_trainer.observers.failures.monitor import END, FailureMonitor
+from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.log_window import LogWindow
 from ddp_trainer.observers.loggers.base import build_loggers
 from ddp_trainer.observers.step_timer import StepTimer
@@ -40,6 +39,7 @@ from ddp_trainer.tools.final_report import write_final_report
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.gradient_check import CorruptionError, GradientCheck
 from ddp_trainer.training.optimizers import build_optimizer
+from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.schedulers import lr_factor
 from ddp_trainer.training.step import StepSettings, TrainStep
 from ddp_trainer.training.summary import Status, Summary
@@ -99,7 +99,9 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
             ):
                 exclude_node(run_dir, nodes[error.rank])
             raise
-        trainer.monitor.phase = END  # files and loggers may take as long as they need
+        trainer.monitor.on_phase(
+            trainer, Phase.end
+        )  # files and loggers may take as long as they need
         trainer.checkpoints.wait()
         record_summary(summary, trainer)
         write_final_report(trainer, begun.datasets)
@@ -131,7 +133,7 @@ def build_trainer(
     stack.callback(checkpoints.close)
     loaders = begun.build_loaders()
     with disable_gc():  # because DDP imports torch's compiler
-        timer, step = build_step(begun, partial(setattr, monitor, "phase"))
+        timer, step = build_step(begun, lambda phase: monitor.on_phase(None, Phase(phase)))
     control = ControlPoint(
         world,
         log_every_steps=config.log_every_steps,
@@ -141,7 +143,7 @@ def build_trainer(
     window = LogWindow(
         step, timer, loaders, log_every_steps=config.log_every_steps, run_dir=run_dir
     )
-    monitor.on_failure = window.reports.recorder.write
+    monitor.emit_failure = window.reports.recorder.write
     return Trainer(
         config,
         step=step,

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ddp_trainer.distributed.waiting import waiting
+
 T = TypeVar("T")
 
 PHASES = {
@@ -147,7 +149,8 @@ def elapsed(start: Instant, end: Instant) -> float:
     """
     if start.event is None or end.event is None:
         return end.clock - start.clock
-    end.event.synchronize()
+    with waiting():  # the stream may be in a collective
+        end.event.synchronize()
     return start.event.elapsed_time(end.event) / 1e3
 
 

@@ -17,7 +17,7 @@ from ddp_trainer.config.schema import Config, OnNonfinite
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.models.state import load_state, tensors_of
 from ddp_trainer.observers.console import progress_bar
-from ddp_trainer.observers.failures.monitor import COMPILATION, FailureMonitor
+from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.log_window import LogWindow
 from ddp_trainer.observers.loggers.base import LoggerGroup, Value
 from ddp_trainer.observers.pictures import log_pictures, log_scores
@@ -26,6 +26,7 @@ from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint
 from ddp_trainer.training.evaluation import evaluate, mean_over_ranks
 from ddp_trainer.training.metrics import Progress, SampleDigest, check_replicas
+from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.results import SampleResults
 from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.summary import Status, Summary, read_summary
@@ -124,7 +125,7 @@ class Trainer:
         device = self.world.device
         image_shape = self.loaders.image_shape
         if config.compile:
-            self.monitor.phase = COMPILATION
+            self.monitor.on_phase(self, Phase.compilation)
         passes = config.gradient_accumulation_steps
         # images per pass on any rank
         smallest = config.global_batch_size // self.world.world_size // passes
@@ -187,8 +188,8 @@ class Trainer:
                     log_pictures(self.loggers, self.loaders, batch.images, run_dir=self.run_dir)
                 self.train_step(batch.images, batch.labels)
                 self.progress.digest.add(batch.ids, step=(self.step - 1) % self.steps_per_epoch)
-                self.monitor.step = self.step
-                self.monitor.phase = "data"
+                self.monitor.on_step(self)
+                self.monitor.on_phase(self, Phase.data)
                 advance()
                 if self.control_point(epoch, is_last=self.step == end) or self.step == end:
                     break
@@ -233,7 +234,7 @@ class Trainer:
         """Evaluate and record the result. Return whether the accuracy is the best so far.
         Collective.
         """
-        self.monitor.phase = "evaluation"
+        self.monitor.on_phase(self, Phase.evaluation)
         model = self.train_step.models[-1]
         dtype = self.train_step.settings.autocast_dtype
         with averaged_statistics(model, self.world):
@@ -266,14 +267,14 @@ class Trainer:
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yield the batches of this rank; each batch counts as progress for the failure monitor."""
         for batch in self.loaders.eval:
-            self.monitor.phase = "evaluation"
+            self.monitor.on_phase(self, Phase.evaluation)
             yield batch
 
     def save(self, *, is_best: bool = False) -> None:
         """Save a checkpoint after checking that all replicas are equal. Collective: every rank must
         call this.
         """
-        self.monitor.phase = "save"
+        self.monitor.on_phase(self, Phase.save)
         check_replicas(self.model, self.world, step=self.step)
         self.checkpoints.save(self, is_best=is_best)
         self.control.saved()
