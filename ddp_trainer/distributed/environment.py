@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,20 @@ class Environment:
     job_secret: str = field(default="", repr=False)
     """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
+    def __post_init__(self) -> None:
+        require(
+            self.rank < self.world_size,
+            f"RANK={self.rank} must be less than WORLD_SIZE={self.world_size}: {FIX}",
+        )
+        require(
+            self.local_rank < self.local_world_size <= self.world_size,
+            f"LOCAL_RANK={self.local_rank} must be less than"
+            f" LOCAL_WORLD_SIZE={self.local_world_size}, which must be at most"
+            f" WORLD_SIZE={self.world_size}: {FIX}",
+        )
+        port = self.master_port
+        require(0 < port < 2**16, f"MASTER_PORT={port} must be 1 to 65535: {FIX}")
+
     def record_start(self) -> None:
         """Write a file that makes `is_restart` true in later starts: torchrun's count omits
         restarts for a new node.
@@ -75,47 +89,36 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return the `Environment` from torchrun's variables, or for a single process; ConfigError if
-    they are wrong.
+    """Return the `Environment` from torchrun's variables, or for a single process.
+
+    Raises ConfigError if they are wrong.
     """
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
-    marker = _start_marker(error_file)
-    was_started = marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
-    fields: dict[str, Any] = {
-        "is_restart": (
-            was_started
-            or any(_count(name, variables) for name in RESTART_COUNTS if variables.get(name))
-        ),
-        "stop_file": (
-            Path(stop_file) if (stop_file := variables.get("DDP_TRAINER_STOP_FILE")) else None
-        ),
-        "command": variables.get("DDP_TRAINER_COMMAND") or None,
-        "job_secret": variables.get("DDP_TRAINER_JOB_SECRET", ""),
-        "node": variables.get("SLURMD_NODENAME") or socket.gethostname(),
-        "has_agent_store": variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    }
+    stop_file = variables.get("DDP_TRAINER_STOP_FILE")
+    counts = [_count(name, variables) for name in RESTART_COUNTS if variables.get(name)]
+    environment = Environment(
+        is_restart=any(counts) or _was_started(error_file),
+        stop_file=Path(stop_file) if stop_file else None,
+        command=variables.get("DDP_TRAINER_COMMAND") or None,
+        job_secret=variables.get("DDP_TRAINER_JOB_SECRET", ""),
+        node=variables.get("SLURMD_NODENAME") or socket.gethostname(),
+        has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
     present = [name for name in ("RANK", "WORLD_SIZE") if name in variables]
     if not present:
-        return Environment(**fields)
+        return environment
     if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
         raise ConfigError(
             f"{present[0]}={variables[present[0]]} is set without {', '.join(missing)}: {FIX}"
         )
-    fields |= {name.lower(): _count(name, variables) for name in COUNTS}
-    env = Environment(
-        **fields, master_addr=variables["MASTER_ADDR"], under_torchrun=True, error_file=error_file
+    ranks: dict[str, Any] = {name.lower(): _count(name, variables) for name in COUNTS}
+    return replace(
+        environment,
+        **ranks,
+        master_addr=variables["MASTER_ADDR"],
+        under_torchrun=True,
+        error_file=error_file,
     )
-    require(
-        env.rank < env.world_size,
-        f"RANK={env.rank} must be less than WORLD_SIZE={env.world_size}: {FIX}",
-    )
-    require(
-        env.local_rank < env.local_world_size <= env.world_size,
-        f"LOCAL_RANK={env.local_rank} must be less than LOCAL_WORLD_SIZE={env.local_world_size},"
-        f" which must be at most WORLD_SIZE={env.world_size}: {FIX}",
-    )
-    require(0 < env.master_port < 2**16, f"MASTER_PORT={env.master_port} must be 1 to 65535: {FIX}")
-    return env
 
 
 def _count(name: str, variables: Mapping[str, str]) -> int:
@@ -123,6 +126,12 @@ def _count(name: str, variables: Mapping[str, str]) -> int:
     is_count = text.isascii() and text.isdecimal() and len(text) < 10
     require(is_count, f"{name}={text[:80]} must be a whole number: {FIX}")
     return int(text)
+
+
+def _was_started(error_file: str | None) -> bool:
+    """Return whether another process has called `record_start` for this rank before."""
+    marker = _start_marker(error_file)
+    return marker is not None and marker.exists() and marker.read_text() != str(os.getpid())
 
 
 def _start_marker(error_file: str | None) -> Path | None:
@@ -133,11 +142,12 @@ def _start_marker(error_file: str | None) -> Path | None:
     torchrun's error file is ``<folder of the torchrun process>/attempt_<restart count>/<local
     rank>/error.json``.
     """
-    if error_file is None or not (attempt := Path(error_file).parent.parent).name.startswith(
-        "attempt_"
-    ):
+    if error_file is None:
         return None
-    return attempt.parent / f"started-{Path(error_file).parent.name}"
+    folder = Path(error_file).parent
+    attempt = folder.parent
+    is_attempt = attempt.name.startswith("attempt_")
+    return attempt.parent / f"started-{folder.name}" if is_attempt else None
 
 
 def installed_versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp_trainer.distributed.waiting import waiting
 from ddp_trainer.observers.hardware import reset_peak_memory
 from ddp_trainer.observers.utilization import Utilization
 from ddp_trainer.training.phase import OWN_WORK, TAGS, Phase
@@ -169,7 +170,8 @@ def elapsed(start: Instant, end: Instant) -> float:
     """Return the seconds from `start` to `end`; on a GPU, wait for it, and count its seconds."""
     if start.event is None or end.event is None:
         return end.clock - start.clock
-    end.event.synchronize()
+    with waiting():  # the stream may be in a collective
+        end.event.synchronize()
     return start.event.elapsed_time(end.event) / 1e3
 
 

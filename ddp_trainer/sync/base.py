@@ -1,6 +1,6 @@
 """`GradientSync`, the base class of all strategies: the methods that a training step calls."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.waiting import waiting
 
 
 class GradientSync:
@@ -101,10 +102,17 @@ def unflatten(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def exchange(operations: Sequence[dist.P2POp]) -> None:
     """Run all sends and receives at once and wait for them."""
-    for request in start_exchange(operations):
+    wait_for(start_exchange(operations))
+
+
+@waiting()
+def wait_for(requests: Iterable[dist.Work]) -> None:
+    """Wait for the sends and receives of `start_exchange`."""
+    for request in requests:
         request.wait()
 
 
+@waiting()
 def start_exchange(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     """Start all sends and receives at once, except those of empty tensors, and return the requests
     to wait for.

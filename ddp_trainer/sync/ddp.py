@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import CommHook, DDPConfig
 from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.waiting import set_waiting, waiting
 from ddp_trainer.sync.base import GradientSync
 
 # torch 2.14 renamed the flag and warns about the old name; 2.11 has only the old name.
@@ -52,6 +54,7 @@ class DDPSync(GradientSync):
         super().__init__(config, world)
         self.group = group
 
+    @waiting()
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return a DDP module with the communication hook that the config chooses.
 
@@ -78,7 +81,29 @@ class DDPSync(GradientSync):
                     start_powerSGD_iter=self.config.powersgd_warmup_steps,
                 )
                 replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        mark_wait_in_backward(model)
         return replica
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.replica.no_sync()
+
+
+def mark_wait_in_backward(model: nn.Module) -> None:
+    """Mark this rank as waiting for other ranks while DDP waits for them at the end of backward.
+
+    DDP waits in C++, in a callback that autograd calls after the last gradient. Autograd calls such
+    callbacks in the order in which they were queued, and DDP queues its own after all gradients
+    are ready: so the callback that a hook on any gradient queues comes before it, and a callback
+    that is queued by that callback comes after it.
+    """
+    queue_callback = Variable._execution_engine.queue_callback  # torch has no public name for it
+
+    def begin() -> None:
+        set_waiting(True)
+        queue_callback(lambda: set_waiting(False))
+
+    def gradient_ready(_parameter: Tensor) -> None:
+        queue_callback(begin)
+
+    trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    trained.register_post_accumulate_grad_hook(gradient_ready)

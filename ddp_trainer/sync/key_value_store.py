@@ -35,8 +35,7 @@ class KeyValueStore:
         for key, value in sorted(values.items(), key=lambda item: (-item[1].numel(), item[0])):
             self.owner[key] = load.index(min(load))
             load[self.owner[key]] += value.numel()
-            if self.world.world_size > 1:
-                dist.broadcast(value.detach(), src=0)
+            self.world.broadcast(value.detach())
 
     def owned(self, key: str) -> bool:
         """Return whether this rank owns `key`."""

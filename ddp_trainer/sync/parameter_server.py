@@ -12,7 +12,6 @@ Learning with the Parameter Server, 2014 (OSDI).
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -75,7 +74,6 @@ class ParameterServerSync(GradientSync):
                     empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
                     value = mine[int(index)][name] if rank == self.world.rank else empty
                     value = value.to(self.world.device).contiguous()
-                    if self.world.world_size > 1:
-                        dist.broadcast(value, src=rank)
+                    value = self.world.broadcast(value, source=rank)
                     whole["state"].setdefault(int(index), {})[name] = value
         return whole

@@ -10,17 +10,19 @@ import time
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import on_ranks, start_ranks
 
 from ddp_trainer.config.schema import Backend, Device
-from ddp_trainer.distributed import failure_monitor
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import process_group
+from ddp_trainer.observers.failures import monitor as failure_monitor
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.failures.report import command_to_continue
+from ddp_trainer.training.phase import Phase
 
 
 def run_monitored(body, folder: str, timeout_seconds: float) -> str:
@@ -41,8 +43,8 @@ def run_monitored(body, folder: str, timeout_seconds: float) -> str:
             timeout_seconds=timeout_seconds,
         ) as monitor,
     ):
-        monitor.phase = "data"
-        monitor.step = 3
+        monitor.on_phase(None, Phase.data)
+        monitor.on_step(SimpleNamespace(step=3))
         body(world.rank, monitor)
     return read_report(error_file)
 
@@ -65,7 +67,7 @@ def progress(monitor: FailureMonitor, *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        monitor.phase = "data"
+        monitor.progress()
 
 
 def finish_early(rank: int, monitor: FailureMonitor) -> None:
@@ -126,6 +128,28 @@ def test_only_the_first_failure_is_reported(tmp_path: Path) -> None:
     assert other == ""
     assert re.fullmatch(r"rank 1 on \S+ failed first, in data after step 3", report)
     assert "RuntimeError: boom" in (tmp_path / "failure.log").read_text()
+
+
+def raise_from_a_cause(rank: int, monitor: FailureMonitor) -> None:
+    def observe() -> None:
+        raise KeyError("values")
+
+    try:
+        observe()
+    except KeyError as error:
+        raise RuntimeError("observer=mine failed in on_step") from error
+
+
+def test_the_place_of_an_error_is_that_of_its_cause(tmp_path: Path) -> None:
+    code, (report,) = run_to_failure(raise_from_a_cause, tmp_path, ranks=1)
+    assert code == [1]
+    assert report.startswith("rank 0 on ")
+    text = json.loads((tmp_path / "error-0.json").read_text())["message"]["extraInfo"]
+    assert re.search(
+        r"\nRuntimeError: observer=mine failed in on_step\n"
+        r"at \S+test_failure_monitor\.py:\d+ in observe\n",
+        text["py_callstack"],
+    )
 
 
 def lose_the_last_rank(rank: int, monitor: FailureMonitor) -> None:

@@ -165,7 +165,7 @@ def test_two_ranks_find_it_and_name_the_one_that_is_not_repeatable(what: str) ->
     assert set(named) == {None} if what == "parameter" else -1 not in named
 
 
-def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) -> int:
+def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) -> int | None:
     """Return how many steps were taken, all of them checked."""
     with in_process_group() as world:
         step = build(world, sync, precision=precision, parts=parts)
@@ -256,7 +256,7 @@ def check_after_resume() -> tuple[list[bool], list[bool]]:
         step.load_state_dict(step.state_dict() | {"step": 150})
         due = []
         for step.count in (150, 198, 199):
-            due.append(check_of(step).is_due)
+            due.append(check_of(step).is_due())
         batch = torch.zeros(2, 1, 4, 5)  # of one channel: contiguous in both layouts
         batches = [batch, batch.to(memory_format=torch.channels_last)]
         received = [

@@ -14,7 +14,8 @@ from processes import clean_environment, launch, run_command, torchrun, wait_for
 from runs import TINY
 
 from ddp_trainer.observers.failures.stack_exchange import read_processes
-from ddp_trainer.observers.failures.stacks import RankStatus, absent_ranks, grouped_lines, parse
+from ddp_trainer.observers.failures.stacks import parse
+from ddp_trainer.observers.failures.status import RankStatus, absent_ranks, grouped_lines
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 PHASES = {
@@ -226,7 +227,8 @@ LOAD = "/home/me/images.py:12 in read"
 
 
 def at(rank: int, frame: str, phase: str = "backward", step: int = 7) -> RankStatus:
-    return RankStatus(rank, "node", phase, step, frames=[frame])
+    is_waiting = frame != LOAD
+    return RankStatus(rank, "node", phase, step, is_waiting=is_waiting, frames=[frame])
 
 
 @pytest.mark.parametrize(

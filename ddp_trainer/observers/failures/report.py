@@ -1,32 +1,102 @@
-"""The report of a failure: its text, and the error file through which torchrun prints it."""
+"""The report of a failure: its text, its files, and the error file that torchrun prints."""
 
 import json
 import re
 import shlex
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.files import replace_text
 
 REPORTED = "reported by FailureMonitor"
 """The note on an error that has been reported already."""
 RESUME_NEVER = re.compile(r""" +(['"]?)\+{0,2}resume=never\1(?= |$)""")
 
 
+class Reporter:
+    """Writes this rank's reports to the run directory, and to torchrun's error file or stderr."""
+
+    def __init__(self, run_dir: Path, environment: Environment) -> None:
+        self._run_dir = run_dir
+        self._environment = environment
+        self._is_root_cause = False
+        self._lock = threading.Lock()
+        """Held while the flag or the error file changes, because two threads do that."""
+
+    def report(
+        self,
+        lines: Sequence[str],
+        *,
+        title: str,
+        name: str,
+        text: str,
+        since: float | None = None,
+    ) -> None:
+        """Report the root cause: `lines`, and `title` with the path of the file that gets `text`.
+
+        name: the name of that file in the run directory. since: as for the function `report`.
+        """
+        with self._lock:
+            self._is_root_cause = True  # from here on the error file stays
+        checkpoint = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
+        whole = self._text([*lines, f"{title}: {self.write(name, text)}"], checkpoint=checkpoint)
+        report(whole, self._environment, since=since)
+
+    def write_in_advance(self, line: str) -> None:
+        """Write the error file with `line`, because a killed rank cannot report anything."""
+        text = self._text([line], checkpoint=f"the newest in {self._run_dir / 'checkpoints'}")
+        with self._lock, suppress(OSError):  # a full disk must not end the monitor's thread
+            if self._environment.error_file is not None and not self._is_root_cause:
+                write_error_file(self._environment.error_file, text)
+
+    def withdraw(self) -> None:
+        """Remove the error file, unless it reports the root cause."""
+        with self._lock:
+            if self._environment.error_file is not None and not self._is_root_cause:
+                Path(self._environment.error_file).unlink(missing_ok=True)
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file in the run directory; return its path, or why it was not written."""
+        path = self._run_dir / name
+        try:
+            replace_text(path, text.rstrip() + "\n")
+        except OSError as error:  # a full disk, for example
+            return f"{path} could not be written ({error.strerror})"
+        return str(path)
+
+    def _text(self, lines: Sequence[str], *, checkpoint: str | Path) -> str:
+        command = command_to_continue(self._environment)
+        return "\n".join([*lines, f"last good checkpoint: {checkpoint}", f"to continue: {command}"])
+
+
+def error_lines(error: BaseException) -> list[str]:
+    """Return the type and message of `error`, and the place where it, or its cause, was raised."""
+    message = " ".join(str(error).split())[:300]
+    cause = error
+    while cause.__cause__ is not None:  # raise … from cause
+        cause = cause.__cause__
+    frames = traceback.extract_tb(cause.__traceback__)[-1:]
+    places = [f"at {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+    return [f"{type(error).__name__}: {message}", *places]
+
+
 def report_failure(error: Exception, environment: Environment) -> None:
-    """Report `error` with its traceback, unless a `FailureMonitor` has reported it or its root
-    cause.
-    """
+    """Report `error` with its traceback, unless a `FailureMonitor` has reported its root cause."""
     if REPORTED not in getattr(error, "__notes__", ()):
-        report("".join(traceback.format_exception(error)), environment, since=time.time())
+        report("".join(traceback.format_exception(error)), environment)
 
 
-def report(text: str, environment: Environment, *, since: float) -> None:
-    """Write `text` to torchrun's error file, or else to stderr. since: when the failure began, in
-    unix seconds.
+def report(text: str, environment: Environment, *, since: float | None = None) -> None:
+    """Write `text` to torchrun's error file, or else to stderr.
+
+    since: when the failure began, in unix seconds; None: now. Of the files of several ranks,
+    torchrun prints the earliest.
     """
     with suppress(OSError):
         if environment.error_file is not None:
@@ -35,13 +105,9 @@ def report(text: str, environment: Environment, *, since: float) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def write_error_file(path: str, text: str, *, since: float) -> None:
-    """Write `text` to `path`, in the format of torchrun's error files.
-
-    since: when the failure began, in unix seconds; of the files of several ranks, torchrun prints
-    the earliest.
-    """
-    details = {"py_callstack": text, "timestamp": str(int(since))}
+def write_error_file(path: str, text: str, *, since: float | None = None) -> None:
+    """Write `text` to `path`, in the format of torchrun's error files. since: as for `report`."""
+    details = {"py_callstack": text, "timestamp": str(int(since or time.time()))}
     temporary = Path(f"{path}.writing")
     temporary.write_text(
         json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": details}})
@@ -50,15 +116,16 @@ def write_error_file(path: str, text: str, *, since: float) -> None:
 
 
 def command_to_continue(environment: Environment) -> str:
-    """Return the command line that resumes this run: the one that started it, without
-    resume=never.
-    """
-    num_nodes = environment.world_size // environment.local_world_size
-    ranks = environment.local_world_size
-    nodes = f" --nnodes={num_nodes} …" if num_nodes > 1 else ""
-    torchrun = f"torchrun{nodes} --nproc_per_node={ranks} --master-port={environment.master_port}"
+    """Return the command line that started this run, without resume=never, so that it resumes."""
+    return RESUME_NEVER.sub("", environment.command or _own_command(environment))
+
+
+def _own_command(environment: Environment) -> str:
     words = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
-    command = (
-        environment.command or f"{torchrun if environment.under_torchrun else 'python'} {words}"
-    )
-    return RESUME_NEVER.sub("", command)
+    if not environment.under_torchrun:
+        return f"python {words}"
+    num_nodes = environment.world_size // environment.local_world_size
+    nodes = f" --nnodes={num_nodes} …" if num_nodes > 1 else ""
+    ranks = environment.local_world_size
+    port = environment.master_port
+    return f"torchrun{nodes} --nproc_per_node={ranks} --master-port={port} {words}"

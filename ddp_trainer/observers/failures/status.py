@@ -1,0 +1,204 @@
+"""The status of ranks, the store in which they publish it, and the ranks that others wait for."""
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.distributed.process_group import World
+
+BUSY_SHARE = 0.1
+"""A thread counts as computing above this share of a core: a low share, as ranks may share cores.
+"""
+MAX_RANKS = 8
+"""The largest number of ranks that a line of a report lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """The position of a rank in training, and its stack; without the stack it is a heartbeat."""
+
+    rank: int
+    host: str
+    phase: str
+    step: int
+    heartbeat: float = 0.0
+    """The time of the heartbeat, in unix seconds: different for each heartbeat."""
+    idle_seconds: float = 0.0
+    """How many of the `still_seconds` the main thread did not compute (see `ProgressClock`)."""
+    still_seconds: float = 0.0
+    """How long ago the rank last made progress."""
+    is_waiting: bool = False
+    """Whether the rank waits for other ranks, as marked by `distributed.waiting`."""
+    frames: Sequence[str] = ()
+    """The frames of the rank's main thread, as ``file:line in function``, the innermost first;
+    empty if unknown.
+    """
+    collectives: Sequence[str] = ()
+    """The last collectives of the rank, the newest last; empty if unknown."""
+
+    def line(self, failure: str) -> str:
+        """Return one line of a report: the rank, then `failure`, then its phase and step."""
+        return f"rank {self.rank} on {self.host} {failure} {self.phase} after step {self.step}"
+
+    @property
+    def place(self) -> str:
+        """The innermost frame that is not in Python or torch, else the innermost frame."""
+        own = [frame for frame in self.frames if not is_library(frame)]
+        return [*own, *self.frames, "an unknown place"][0]
+
+    def to_json(self) -> str:
+        """Return the values of all fields as a JSON list."""
+        return json.dumps(astuple(self))
+
+    def text(self) -> str:
+        """Return the whole stack, the innermost frame first."""
+        title = f"rank {self.rank} on {self.host}, in {self.phase} after step {self.step}:"
+        lines = [f"  {frame}" for frame in self.frames or ["unknown"]]
+        if self.collectives:
+            lines.append(f"  last collectives: {', '.join(self.collectives)}")
+        return "\n".join([title, *lines])
+
+
+def is_library(frame: str) -> bool:
+    """Return whether `frame` (``file:line in function``) is in Python or torch."""
+    is_installed = "/site-packages/" in frame or "/dist-packages/" in frame
+    is_python = frame.startswith(("<", os.path.dirname(os.__file__) + "/")) and not is_installed
+    return is_python or "/torch/" in frame
+
+
+class ChangeClock:
+    """Measures for how many `seconds` a value has not changed."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def update(self, value: float | None, elapsed: float) -> None:
+        """Record `value`, and that `elapsed` seconds have passed since the last call."""
+        self.seconds = self.seconds + elapsed if value == self._last else 0.0
+        self._last = value
+
+
+class ProgressClock:
+    """Measures how long the main thread made no progress (still) and did not compute either (idle).
+
+    The main thread adds 1 to `count` when it progresses; another thread calls `update`.
+    can_be_busy: whether CPU time is a sign of computing. On a GPU it is not, because a thread that
+    waits for a GPU uses CPU time too: all still seconds are idle there.
+    """
+
+    def __init__(self, *, can_be_busy: bool) -> None:
+        self.count = 0
+        self.still = ChangeClock()
+        self.idle = ChangeClock()
+        self._can_be_busy = can_be_busy
+        self._cpu_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._cpu_seconds = 0.0
+
+    def update(self, elapsed: float) -> None:
+        """Record whether there was progress in the last `elapsed` seconds."""
+        cpu_seconds = time.clock_gettime(self._cpu_clock)
+        is_busy = cpu_seconds - self._cpu_seconds >= BUSY_SHARE * elapsed
+        self._cpu_seconds = cpu_seconds
+        self.still.update(self.count, elapsed)
+        self.idle.update(self.count, 0.0 if is_busy and self._can_be_busy else elapsed)
+
+
+class StatusBoard:
+    """The last heartbeat of each rank and the root cause of a failure, in a store of all ranks.
+
+    Collective: every rank must construct one.
+    """
+
+    def __init__(self, world: World, environment: Environment) -> None:
+        self.world = world
+        # the former runs of a sweep, and the starts before a restart, have used the same store
+        prefix = "failure_monitor/" + world.broadcast_object(uuid.uuid4().hex)
+        self.store: dist.Store = dist.HashStore()
+        if environment.under_torchrun:
+            self.store = dist.TCPStore(
+                environment.master_addr,
+                environment.master_port,
+                is_master=False,
+                timeout=timedelta(seconds=10),
+            )
+        self.store = dist.PrefixStore(prefix, self.store)
+
+    def publish(self, status: RankStatus) -> None:
+        """Publish the heartbeat of this rank, with or without its stack."""
+        self.store.set(f"status/{status.rank}", status.to_json())
+
+    def publish_frames(self, status: RankStatus, frames: list[str]) -> None:
+        """Add `frames` to another rank's last heartbeat, unless there is a newer one by now."""
+        with_frames = replace(status, frames=frames).to_json()
+        self.store.compare_set(f"status/{status.rank}", status.to_json(), with_frames)
+
+    def leave(self) -> None:
+        """Remove the heartbeat of this rank: from now on its silence is no failure."""
+        with suppress(dist.DistError):
+            self.store.delete_key(f"status/{self.world.rank}")
+
+    def status(self, rank: int) -> RankStatus | None:
+        """Return the last heartbeat of `rank`; None before its first, and after `leave`."""
+        key = f"status/{rank}"
+        return RankStatus(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+
+    def is_last(self, status: RankStatus) -> bool:
+        """Return whether `status` is the last heartbeat of its rank."""
+        last = self.status(status.rank)
+        return last is not None and last.heartbeat == status.heartbeat
+
+    def others(self) -> list[RankStatus]:
+        """Return the last heartbeat of each other rank that has one."""
+        ranks = (rank for rank in range(self.world.world_size) if rank != self.world.rank)
+        return [status for status in map(self.status, ranks) if status is not None]
+
+    def has_root_cause(self) -> bool:
+        """Return whether a rank has claimed to report the root cause of a failure."""
+        return self.store.check(["root_cause"])
+
+    def claim_root_cause(self) -> bool:
+        """Return whether this rank reports the root cause: it is the first that asks for it."""
+        rank = str(self.world.rank)
+        return self.store.compare_set("root_cause", "", rank).decode() == rank
+
+
+def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
+    """Return the ranks that the others wait for; [] if several ranks all wait for each other.
+
+    Chosen are the ranks that do not wait, or all ranks if all wait; of these, the ranks at the
+    lowest step; of these, the ranks whose place in the code has the fewest ranks.
+    """
+    places = Counter((stack.phase, stack.place) for stack in stacks)
+    order = [(stack.is_waiting, stack.step, places[stack.phase, stack.place]) for stack in stacks]
+    first = min(order)
+    absent = [stack for stack, position in zip(stacks, order, strict=True) if position == first]
+    return [] if len(absent) == len(stacks) > 1 and stacks[0].is_waiting else absent
+
+
+def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
+    """Return a line for each place in the code, first for the ranks that the others wait for."""
+    absent = {stack.rank for stack in absent_ranks(stacks)}
+    groups: dict[str, list[int]] = {}
+    for stack in sorted(stacks, key=lambda stack: (stack.rank not in absent, stack.rank)):
+        position = f"{stack.phase} after step {stack.step}, at {stack.place}"
+        groups.setdefault(position, []).append(stack.rank)
+    return [f"{list_ranks(ranks)}: {position}" for position, ranks in groups.items()]
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 1``, ``ranks 0, 2``, or the first `MAX_RANKS` and how many more there are."""
+    text = ", ".join(map(str, ranks[:MAX_RANKS]))
+    if len(ranks) > MAX_RANKS:
+        text += f" and {len(ranks) - MAX_RANKS} more"
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
