@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddp_trainer.config.data import Cache
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data import pixel_cache
+from ddp_trainer.data.images import pixel_cache
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.images.decoding import BadImageError, shrink
 from ddp_trainer.data.images.image_files import ImageFiles
