@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.config.schema import Backend
-from ddp_trainer.data.images.decoding import BadImageError, decode
-from ddp_trainer.data.loaders import Normalize
+from ddp_trainer.data.dataset import BadImageError
+from ddp_trainer.data.images.decoding import decode
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
 from ddp_trainer.start import memory_format
