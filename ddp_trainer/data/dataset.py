@@ -220,11 +220,13 @@ def sample_name(split: Split, index: int) -> str:
 
 
 def to_tensor(image: Any) -> Tensor:
-    """Return the pixels [C, H, W] of a PIL image or an array [H, W] or [H, W, C], as a copy."""
+    """Return a copy of the pixels of a PIL image or an array: [H, W] or [H, W, C] -> [C, H, W]."""
     if getattr(image, "mode", None) == "P":  # pixels are numbers of a palette's colors
         image = image.convert("RGB")
     pixels = torch.from_numpy(np.array(image))
-    return pixels[None] if pixels.ndim == 2 else pixels.movedim(-1, 0)
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels
 
 
 def read_sample(
