@@ -197,13 +197,8 @@ def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
         if to_float:
             return (batch.images for batch in loader)
         order = sampler.order()
-        draws = loader.augmentation.draw(sampler.length, epoch=sampler.epoch).crops
-        assert draws is not None
         shares = [sampler.positions(step) for step in range(sampler.steps_per_epoch)]
-        batches = loader.reader.read(
-            (order[share] for share in shares), (draws[share] for share in shares)
-        )
-        return (images for images, _ in batches)
+        return (images for images, _ in loader.read(order, shares))
 
     return epoch
 

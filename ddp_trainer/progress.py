@@ -1,6 +1,4 @@
-"""The progress of long work before the training: a bar on a terminal, elsewhere a line every 30
-seconds.
-"""
+"""The progress of long work: a bar on a terminal, elsewhere lines in intervals."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,38 +11,48 @@ SECONDS_PER_LINE = 30.0
 
 
 @contextmanager
-def show_progress(task: str, *, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show the progress of `task`; yield a function that takes the number of newly
-    finished items.
+def show_progress(
+    task: str, *, total: int | None = None, done: int = 0, prints_lines: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Show the progress of `task` from `done` to `total` items inside the context.
+
+    Yields a function that takes the number of newly finished items. prints_lines: print a line
+    every `SECONDS_PER_LINE` where there is no terminal.
     """
     console = get_console()
+    if not console.is_terminal:
+        yield _line_printer(task, total, done) if prints_lines else lambda count: None
+        return
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    number = bar.add_task(task, total=total)
-    done = 0
+    bar = Progress(*columns, console=console, transient=True)
+    number = bar.add_task(task, total=total, completed=done)
+    with suppress(OSError):  # the terminal was closed
+        bar.start()
+    try:
+        yield lambda count: bar.advance(number, count)
+    finally:
+        with suppress(OSError):
+            bar.stop()
+
+
+def _line_printer(task: str, total: int | None, done: int) -> Callable[[int], None]:
+    """Return a function that counts finished items and sometimes prints their number."""
     printed = time.monotonic()
+    end = "" if total is None else f" of {total:,}"
 
     def advance(count: int) -> None:
         nonlocal done, printed
         done += count
-        bar.advance(number, count)
-        if not console.is_terminal and time.monotonic() - printed > SECONDS_PER_LINE:
+        if time.monotonic() - printed > SECONDS_PER_LINE:
             printed = time.monotonic()
             # rich raises SystemExit when the reader of its pipe is gone
             with suppress(OSError, SystemExit):
-                console.print(
-                    f"{task}: {done:,}{'' if total is None else f' of {total:,}'}", highlight=False
-                )
+                get_console().print(f"{task}: {done:,}{end}", highlight=False)
 
-    with suppress(OSError):  # the terminal was closed
-        bar.start()
-    try:
-        yield advance
-    finally:
-        with suppress(OSError):
-            bar.stop()
+    return advance

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.datasets.idx import read_split
-from ddp_trainer.data.loaders import Batch, Normalize, TrainLoader
+from ddp_trainer.data.loaders import Batch, TrainLoader
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 

@@ -1,6 +1,4 @@
-"""Data sets: the object that a builder returns, the held-out validation split, the fingerprint of
-the samples.
-"""
+"""Data sets: their splits and samples, the held-out validation split, the fingerprint."""
 
 import hashlib
 import math
@@ -17,14 +15,12 @@ from torch.utils.data import Dataset, Subset
 from ddp_trainer import registry
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import ConfigError, require
-from ddp_trainer.data.images.decoding import BadImageError
-from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.distributed.seeding import generator
 
 
 @dataclass(slots=True)
 class ImageTensors:
-    """A split that is kept in memory: images, uint8 [N, C, H, W] in 0 … 255, and labels, int64 [N].
+    """A split in memory: images, uint8 [N, C, H, W] in 0 … 255, and labels, int64 [N].
 
     A run copies both to its device (`ResidentReader`).
     """
@@ -41,7 +37,28 @@ Shape = tuple[int, int, int]
 Split = ImageTensors | Dataset[Any]
 """Images in memory, or a map-style data set of (uint8 [C, H, W] tensor or PIL image, int), which is
 streamed.
+
+A map-style data set may also have these members, which are found by name:
+
+- ``read(index, draws)`` returns a sample as indexing does, with a random crop that the four numbers
+  `draws` in [0, 1) choose, or with the center crop if `draws` is None;
+- ``labels``, a tensor int64 [N]: a validation split then has the same share of each class;
+- ``path(index)`` returns the path of a sample's file, for messages;
+- ``image_shape``: channels, height and width of all images, so that none is read for it;
+- ``fingerprint()`` returns a text that identifies the samples;
+- ``center_crop``: the side of the center crop, divided by that of the largest possible crop.
 """
+
+
+class BadImageError(Exception):
+    """An image is empty, truncated, too large or not an image; the message says why.
+
+    Data sets raise it for a sample that the key data.on_bad_image may leave out.
+    """
+
+
+class BadSampleError(RuntimeError):
+    """The data set raised `BadImageError` for a sample; ``__cause__`` is that error."""
 
 
 @dataclass
@@ -59,11 +76,10 @@ class Datasets:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the samples: all bytes of a split in memory, the length and some samples of a
-        streamed split.
+        """A digest of the samples.
 
-        A map-style data set may have its own method ``fingerprint() -> str``, which is used
-        instead.
+        It covers all bytes of a split in memory. Of a streamed split, it covers the method
+        ``fingerprint``, or without one the length and three samples.
         """
         digest = hashlib.sha256(repr(list(self.class_names)).encode())
         for split in (self.train, self.eval):
@@ -72,24 +88,13 @@ class Datasets:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Check that no split is empty, that tensors in memory are valid, and that the images have
-        one shape.
-
-        The shape of a map-style data set is that of its first image, which is read; of image files,
-        none is read.
+        """Check that both splits are valid, and that their images have one shape.
 
         Raises:
             ValueError: a check fails. RuntimeError: the first image cannot be read.
         """
-        for name, split in (("train", self.train), ("eval", self.eval)):
-            if not isinstance(split, Sized):
-                raise ValueError(
-                    f"{name} has no length: it must be ImageTensors or a map-style data set"
-                )
-            if len(split) == 0:
-                raise ValueError(f"{name} has no sample")
-            if isinstance(split, ImageTensors):
-                check_tensors(split, name, num_classes=len(self.class_names))
+        check_split(self.train, "train", num_classes=len(self.class_names))
+        check_split(self.eval, "eval", num_classes=len(self.class_names))
         if shape_of(self.eval) != self.image_shape:
             raise ValueError(
                 f"images must have one shape: train has {self.image_shape} and eval"
@@ -98,25 +103,34 @@ class Datasets:
 
 
 def build_datasets(config: DataConfig) -> Datasets:
-    """Return the data set that `config` chooses; a validation split, if `config` asks for it,
-    replaces the test split.
+    """Return the data set that `config` chooses, with a validation split if `config` asks for one.
 
     Raises ConfigError if a file is missing or damaged, or the images do not fit the config.
     """
     try:
         datasets = registry.build("data", config, returns=Datasets)
-        try:
-            datasets.check()
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"data={config.name}: {error}") from error
+        check(datasets, config)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         raise ConfigError(
             f"data={config.name} does not fit into the memory of this host: use a larger host"
         ) from error
+
     if config.validation_fraction:
         datasets = hold_out(datasets, config.validation_fraction)
+    return datasets
+
+
+def check(datasets: Datasets, config: DataConfig) -> None:
+    """Check that the data set is valid and that its images fit `config`; ConfigError if not."""
+    try:
+        datasets.check()
+    except (RuntimeError, ValueError) as error:
+        root = config.description["root"]
+        name = f"data={config.name}" if root is None else f"data={config.name} data.root={root}"
+        raise ConfigError(f"{name}: {error}") from error
+
     channels, height, width = datasets.image_shape
     require(
         len(config.mean) in (1, channels),
@@ -124,23 +138,34 @@ def build_datasets(config: DataConfig) -> Datasets:
         f" for all: the number of channels of data={config.name} is {channels}",
     )
     config.augment.check_images(channels, height, width)
-    return datasets
 
 
-def check_tensors(split: ImageTensors, name: str, *, num_classes: int) -> None:
-    """Check dtype and shape of images and labels, and that labels are below `num_classes`;
-    ValueError if not.
-    """
-    images = split.images
-    labels = split.labels
-    if images.dtype != torch.uint8 or images.ndim != 4:
+def check_split(split: Split, name: str, *, num_classes: int) -> None:
+    """Check the length, and the images and labels that are in memory; ValueError if not valid."""
+    if not isinstance(split, Sized):
+        raise ValueError(f"{name} has no length: it must be ImageTensors or a map-style data set")
+    if len(split) == 0:
+        raise ValueError(f"{name} has no sample")
+
+    count = len(split)
+    if isinstance(split, ImageTensors):
+        images = split.images
+        count = len(images)
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise ValueError(
+                f"{name} images must be uint8 [N, C, H, W] and are {images.dtype}"
+                f" {list(images.shape)}"
+            )
+    labels = labels_of(split)
+    if labels is not None:
+        check_labels(labels, name, count=count, num_classes=num_classes)
+
+
+def check_labels(labels: Tensor, name: str, *, count: int, num_classes: int) -> None:
+    """Check that there are `count` labels, int64 from 0 to `num_classes` - 1; ValueError if not."""
+    if labels.dtype != torch.int64 or labels.shape != (count,):
         raise ValueError(
-            f"{name} images must be uint8 [N, C, H, W] and are {images.dtype} {list(images.shape)}"
-        )
-    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"{name} labels must be int64 [{len(images)}] and are {labels.dtype}"
-            f" {list(labels.shape)}"
+            f"{name} labels must be int64 [{count}] and are {labels.dtype} {list(labels.shape)}"
         )
     if labels.min() < 0 or labels.max() >= num_classes:
         raise ValueError(
@@ -153,68 +178,40 @@ def num_samples(split: Split) -> int:
     return len(split)  # type: ignore[arg-type]  # map-style data sets have a length
 
 
+def in_whole(split: Any, index: int = 0) -> tuple[Any, int]:
+    """Return the data set behind a `Subset`, and the sample's index in it."""
+    while type(split) is Subset:
+        index = split.indices[index]
+        split = split.dataset
+    return split, index
+
+
+def member(split: Split, name: str) -> Any:
+    """Return an optional member of the data set of `split`, see `Split`; None if it has none."""
+    return getattr(in_whole(split)[0], name, None)
+
+
+def labels_of(split: Split) -> Tensor | None:
+    """Return the labels of all samples, int64 [N]; None if the split has no tensor of them."""
+    if type(split) is Subset:
+        labels = labels_of(split.dataset)
+        return None if labels is None else labels[list(split.indices)]
+    labels = getattr(split, "labels", None)
+    return labels if isinstance(labels, Tensor) else None
+
+
 def shape_of(split: Split) -> Shape:
-    """Return the shape of the first image of a split."""
-    if isinstance(whole := in_whole(split, 0)[0], ImageFiles):
-        return whole.image_shape
-    channels, height, width = (
-        split.images[0] if isinstance(split, ImageTensors) else read_sample(split, 0)[0]
-    ).shape
+    """Return the attribute ``image_shape`` of a split, or the shape of its first image."""
+    shape = member(split, "image_shape")
+    if shape is None:
+        is_resident = isinstance(split, ImageTensors)
+        shape = split.images.shape[1:] if is_resident else read_sample(split, 0)[0].shape
+    channels, height, width = shape
     return channels, height, width
 
 
-class BadSampleError(RuntimeError):
-    """The data set raised BadImageError for a sample (a bad image); ``__cause__`` is that error,
-    with the reason.
-    """
-
-
-def read_sample(
-    dataset: Dataset[Any], index: int, draws: Sequence[float] | None = None
-) -> tuple[Tensor, int]:
-    """Return the image, uint8 [C, H, W], and the label of a sample.
-
-    draws: four numbers in [0, 1) that choose the crop of an image file; None: a center crop.
-
-    Raises:
-        BadSampleError: the data set raised BadImageError. RuntimeError: the data set raised another
-        error.
-        MemoryError: the memory of the host is used up.
-        ValueError: the image is not uint8 or does not have three dimensions.
-    """
-    dataset, index = in_whole(dataset, index)
-    try:
-        image, label = (
-            dataset.read(index, draws) if isinstance(dataset, ImageFiles) else dataset[index]
-        )
-        if not isinstance(image, Tensor):  # a PIL image: [H, W] or [H, W, C]
-            # P: numbers of a palette
-            image = image.convert("RGB") if getattr(image, "mode", None) == "P" else image
-            image = torch.from_numpy(np.array(image))
-            image = image[None] if image.ndim == 2 else image.permute(2, 0, 1)
-        label = int(label)
-    except BadImageError as error:
-        raise BadSampleError(f"{sample_name(dataset, index)} cannot be read: {error}") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a data set's code may raise anything
-        raise RuntimeError(
-            f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    if image.dtype != torch.uint8 or image.ndim != 3:
-        name = sample_name(dataset, index)
-        shape = list(image.shape)
-        raise ValueError(
-            f"{name} must be a uint8 tensor [C, H, W] or a PIL image and is {image.dtype} {shape}: "
-            "leave scaling and normalization to data.mean and data.std"
-        )
-    return image, label
-
-
 def sample_name(split: Split, index: int) -> str:
-    """Return a sample's name: its file's path, else its number; for a `Subset`, its number in the
-    whole data set.
-    """
+    """Return the path of a sample's file, or else its number in the whole data set."""
     if isinstance(split, ImageTensors):
         return f"sample {index}"
     dataset, index = in_whole(split, index)
@@ -222,19 +219,61 @@ def sample_name(split: Split, index: int) -> str:
     return str(path(index)) if callable(path) else f"sample {index} of {type(dataset).__name__}"
 
 
-def in_whole(split: Any, index: int) -> tuple[Any, int]:
-    """Return the data set behind a `Subset` and the sample's index in it; for any other split,
-    `split` and `index`.
+def to_tensor(image: Any) -> Tensor:
+    """Return a copy of the pixels of a PIL image or an array: [H, W] or [H, W, C] -> [C, H, W]."""
+    if getattr(image, "mode", None) == "P":  # pixels are numbers of a palette's colors
+        image = image.convert("RGB")
+    pixels = torch.from_numpy(np.array(image))
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels
+
+
+def read_sample(
+    split: Dataset[Any], index: int, draws: Sequence[float] | None = None
+) -> tuple[Tensor, int]:
+    """Return the image, uint8 [C, H, W], and the label of a sample.
+
+    draws: four numbers in [0, 1) that choose the crop, for a data set with ``read``; None: the
+    center crop.
+
+    Raises:
+        BadSampleError: the data set raised BadImageError.
+        RuntimeError: the data set raised another error.
+        MemoryError: the memory of the host is used up.
+        ValueError: the image is not uint8 or does not have three dimensions.
     """
-    return (split.dataset, split.indices[index]) if type(split) is Subset else (split, index)
+    dataset, index = in_whole(split, index)
+    read = getattr(dataset, "read", None)
+    try:
+        sample: Any = read(index, draws) if callable(read) else dataset[index]
+        image, label = sample
+        image = image if isinstance(image, Tensor) else to_tensor(image)
+        label = int(label)
+    except MemoryError:
+        raise
+    except BadImageError as error:
+        raise BadSampleError(f"{sample_name(dataset, index)} cannot be read: {error}") from error
+    except Exception as error:  # a data set's code may raise anything
+        raise RuntimeError(
+            f"{sample_name(dataset, index)} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+    if image.dtype != torch.uint8 or image.ndim != 3:
+        raise ValueError(
+            f"{sample_name(dataset, index)} must be a uint8 tensor [C, H, W] or a PIL image and is"
+            f" {image.dtype} {list(image.shape)}: leave scaling and normalization to data.mean and"
+            " data.std"
+        )
+    return image, label
 
 
 def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
     """Yield bytes that identify the samples of a split."""
     if type(split) is Subset:
         yield np.array(split.indices).tobytes()
-        split = split.dataset
-    if isinstance(split, ImageTensors):
+        yield from fingerprint_parts(split.dataset)
+    elif isinstance(split, ImageTensors):
         yield repr(tuple(split.images.shape)).encode()
         yield split.images.contiguous().numpy().data
         yield split.labels.contiguous().numpy().data
@@ -249,39 +288,47 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 
 
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `Datasets` whose evaluation split is a random part of the training split, the same
-    part for every seed.
+    """Return `Datasets` whose evaluation split is a random part of the training split.
 
-    For image files, the part has the same share of each class, to within one image, and never a
-    whole class.
+    The part is the same for every seed. Of a streamed split with ``labels``, it has the same share
+    of each class, to within one image, and never a whole class.
     """
-    order = torch.randperm(
-        num_samples(datasets.train), generator=generator(0, purpose="validation")
-    )
+    split = datasets.train
+    order = torch.randperm(num_samples(split), generator=generator(0, purpose="validation"))
     groups = [order]
-    if isinstance(datasets.train, ImageFiles):
-        labels = datasets.train.labels[order]
-        groups = [order[labels == label] for label in labels.unique()]
-    parts = list[Sequence[Tensor]]()
-    total = 0
-    held = 0
-    for group in groups:  # take `fraction` of each group, rounded so that the total is right
-        size = len(group)
-        total = total + len(group)
-        missing = round(fraction * total) - held
-        count = max(math.floor(fraction * size), min(missing, math.ceil(fraction * size), size - 1))
-        parts.append(group.tensor_split([count]))
-        held += count
+    labels = None if isinstance(split, ImageTensors) else labels_of(split)
+    if labels is not None:
+        groups = [order[labels[order] == label] for label in labels.unique()]
+
+    counts = held_out_counts([len(group) for group in groups], fraction)
     require(
-        held > 0,
+        sum(counts) > 0,
         f"data.validation_fraction={fraction} of {len(order)} training images holds out no image:"
         " raise data.validation_fraction, or, if every class has a single image, add images",
     )
+    held_out = [group[:count] for group, count in zip(groups, counts, strict=True)]
+    rest = [group[count:] for group, count in zip(groups, counts, strict=True)]
+    return Datasets(
+        train=select(split, torch.cat(rest).sort().values),
+        eval=select(split, torch.cat(held_out).sort().values),
+        class_names=datasets.class_names,
+    )
 
-    def select(ids: Tensor) -> Split:
-        if isinstance(split := datasets.train, ImageTensors):
-            return ImageTensors(split.images[ids], split.labels[ids])
-        return Subset(split, ids.tolist())
 
-    held_out, train = (select(torch.cat(ids).sort().values) for ids in zip(*parts, strict=True))
-    return Datasets(train=train, eval=held_out, class_names=datasets.class_names)
+def held_out_counts(sizes: Sequence[int], fraction: float) -> list[int]:
+    """Return `fraction` of each size, rounded so that the sum is right, and less than the size."""
+    counts: list[int] = []
+    total = 0
+    for size in sizes:
+        total += size
+        missing = round(fraction * total) - sum(counts)
+        highest = min(missing, math.ceil(fraction * size), size - 1)
+        counts.append(max(math.floor(fraction * size), highest))
+    return counts
+
+
+def select(split: Split, ids: Tensor) -> Split:
+    """Return the part of `split` with the samples `ids`, int64 [N]."""
+    if isinstance(split, ImageTensors):
+        return ImageTensors(split.images[ids], split.labels[ids])
+    return Subset(split, ids.tolist())

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
-from ddp_trainer.data.dataset import Datasets, ImageTensors, Shape, Split, in_whole
-from ddp_trainer.data.images.decoding import CENTER
-from ddp_trainer.data.images.image_files import ImageFiles
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Shape, Split, member
 from ddp_trainer.data.mixing import Mixing, build_mixing
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.distributed.environment import usable_cores
@@ -32,36 +31,8 @@ class Batch(NamedTuple):
     """int64 [B]: the positions of the samples in the data set."""
 
 
-class Normalize:
-    """Converts uint8 pixels to floats of mean 0 and standard deviation 1, in the memory format of
-    the model.
-    """
-
-    def __init__(
-        self,
-        mean: list[float],
-        std: list[float],
-        *,
-        device: torch.device,
-        memory_format: torch.memory_format,
-    ) -> None:
-        deviation = torch.tensor(std, device=device)
-        self.scale = 1 / (255 * deviation)
-        self.shift = -torch.tensor(mean, device=device) / deviation
-        self.memory_format = memory_format
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the normalized images. pixels: uint8 [B, C, H, W] -> float32 [B, C, H, W]."""
-        images = pixels.to(torch.float32, memory_format=self.memory_format)
-        # by rows, because a CPU is slow over a last dimension of 3
-        if self.memory_format is torch.channels_last:
-            batch, channels, height, width = images.shape
-            rows = images.permute(0, 2, 3, 1).view(batch, height, width * channels)
-            rows.mul_(self.scale.expand(channels).repeat(width)).add_(
-                self.shift.expand(channels).repeat(width)
-            )
-            return images
-        return images.mul_(self.scale[:, None, None]).add_(self.shift[:, None, None])
+Shares = list[slice] | Tensor
+"""For each step, the positions in an epoch's order of the samples that this rank reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +51,26 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         sampler = self.sampler
-        device = self.device
-        order = sampler.order()
-        on_device = order.to(device)
-        params = self.augmentation.draw(len(order), epoch=sampler.epoch)
-        crops = params.crops
-        params = params.to(device)
         steps = range(sampler.step, sampler.steps_per_epoch)
-        shares = self.positions(steps)
-        shares_on_device = shares if isinstance(shares, list) else shares.to(device)
-        is_resident = isinstance(self.reader, ResidentReader)
-        ids, places = (on_device, shares_on_device) if is_resident else (order, shares)
-        batches = self.reader.read(
-            (ids[place] for place in places),
-            None if crops is None else (crops[share] for share in shares),
-        )
-        for step, share, (pixels, labels) in zip(steps, shares_on_device, batches, strict=True):
-            images = self.augment(pixels.to(device, non_blocking=True), params.at(share), step=step)
-            labels = labels.to(device, non_blocking=True)
-            if self.mixing is not None:
-                images, labels = self.mix(self.mixing, images, labels, step=step)
-            yield Batch(images, labels, on_device[sampler.positions(step)])
+        order = sampler.order()
+        shares = self.shares(steps)
 
-    def positions(self, steps: range) -> list[slice] | Tensor:
-        """Return, for each of `steps`, the positions in the epoch's order of the samples that this
-        rank reads.
+        # Order and random parameters of the epoch are copied to the device at once, because a copy
+        # in each step would make the host wait.
+        ids = order.to(self.device)
+        positions = shares_on(self.device, shares)
+        params = self.augmentation.draw(len(order), epoch=sampler.epoch).to(self.device)
+
+        batches = self.read(order, shares)
+        for step, share, (pixels, labels) in zip(steps, positions, batches, strict=True):
+            images = self.augment(pixels.to(self.device, non_blocking=True), params.at(share), step)
+            labels = labels.to(self.device, non_blocking=True)
+            if self.mixing is not None:
+                images, labels = self.mix(self.mixing, images, labels, step)
+            yield Batch(images, labels, ids[sampler.positions(step)])
+
+    def shares(self, steps: range) -> Shares:
+        """Return the positions of the samples that this rank reads in each of `steps`.
 
         With mixup or CutMix and more than one rank, they are int64 [steps, 2 · B]: the B positions
         of this rank's samples, then the positions of the samples to mix them with. Else, they are
@@ -117,9 +83,19 @@ class TrainLoader:
         places = torch.arange(sampler.rank, size, sampler.num_replicas)
         return torch.tensor(steps)[:, None] * size + torch.cat([places, (places + 1) % size])
 
-    def augment(self, pixels: Tensor, params: AugmentationParams, *, step: int) -> Tensor:
-        """Return images of the epoch's global batch `step`, augmented and normalized: uint8 [B, C,
-        H, W] -> float32.
+    def read(self, order: Tensor, shares: Shares) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the pixels, uint8 [B, C, H, W], and labels of each share of `order`, int64 [N]."""
+        crops = None
+        if self.reader.has_random_crops:
+            draws = self.augmentation.draw_crops(len(order), epoch=self.sampler.epoch)
+            crops = None if draws is None else (draws[share] for share in shares)
+        ids = order.to(self.reader.device)
+        return self.reader.read((ids[at] for at in shares_on(self.reader.device, shares)), crops)
+
+    def augment(self, pixels: Tensor, params: AugmentationParams, step: int) -> Tensor:
+        """Return images of the epoch's global batch `step`, augmented and normalized.
+
+        pixels: uint8 [B, C, H, W] -> float32 [B, C, H, W].
         """
         augmentation = self.augmentation
         cropped = augmentation.crop(augmentation.pad(pixels), params)
@@ -127,22 +103,28 @@ class TrainLoader:
         return augmentation.erase(self.normalize(changed), params)
 
     def mix(
-        self, mixing: Mixing, images: Tensor, labels: Tensor, *, step: int
+        self, mixing: Mixing, images: Tensor, labels: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
-        """Return each image and its label mixed with the next one in global batch `step`, and the
-        last with the first.
+        """Return images and labels, each mixed with the next one in global batch `step`.
 
-        With one rank, `images` and `labels` are the whole batch; else this rank's samples, then
-        those to mix them with.
+        The last one is mixed with the first. With one rank, `images` and `labels` are the whole
+        batch; else this rank's samples, then those to mix them with.
         """
         if self.sampler.num_replicas == 1:
-            images, labels = (torch.cat([part, part.roll(-1, 0)]) for part in (images, labels))
+            images = torch.cat([images, images.roll(-1, 0)])
+            labels = torch.cat([labels, labels.roll(-1, 0)])
         return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))
 
 
+def shares_on(device: torch.device, shares: Shares) -> Shares:
+    """Return `shares` on `device`; slices are on any device."""
+    return shares.to(device) if isinstance(shares, Tensor) else shares
+
+
 class EvaluationLoader:
-    """Yields each sample of the evaluation split once, without padding: rank r of W takes every
-    W-th from r on.
+    """Yields each sample of the evaluation split once, without padding.
+
+    Rank r of W takes every W-th sample from r on.
     """
 
     def __init__(
@@ -158,10 +140,9 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[Batch]:
         parts = self.ids.split(self.local_batch_size) if len(self.ids) else ()
         for ids, (pixels, labels) in zip(parts, self.reader.read(parts), strict=True):
-            pixels, labels, ids = (
-                part.to(self.device, non_blocking=True) for part in (pixels, labels, ids)
-            )
-            yield Batch(self.normalize(pixels), labels, ids)
+            images = self.normalize(pixels.to(self.device, non_blocking=True))
+            labels = labels.to(self.device, non_blocking=True)
+            yield Batch(images, labels, ids.to(self.device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +158,7 @@ class Loaders:
     fingerprint: str
     """A digest of the samples of both splits."""
     bad_samples: list[tuple[str, str]]
-    """Name and reason of each bad image of this rank; readers append to it, and `BadSamples.gather`
-    empties it.
-    """
+    """Name and reason of each bad image of this rank, to which readers append."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -200,15 +179,16 @@ def build_loaders(
     """Return the loaders of this rank for the two splits."""
     shape = datasets.image_shape
     num_classes = len(datasets.class_names)
-    size = {"height": shape[1], "width": shape[2], "seed": seed}
-    normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
     bad_samples: list[tuple[str, str]] = []
-    train, evaluation = (
-        build_reader(
+
+    def reader(split: Split) -> Reader:
+        return build_reader(
             split, config, image_shape=shape, num_classes=num_classes, world=world, bad=bad_samples
         )
-        for split in (datasets.train, datasets.eval)
-    )
+
+    normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
+    size = {"height": shape[1], "width": shape[2], "seed": seed}
+    train = reader(datasets.train)
     sampler = GlobalBatchSampler(
         train,
         global_batch_size=global_batch_size,
@@ -216,26 +196,23 @@ def build_loaders(
         rank=world.rank,
         seed=seed,
     )
-    mixing = build_mixing(config.augment, num_classes=num_classes, **size)
     return Loaders(
         train=TrainLoader(
             train,
             sampler,
-            Augmentation(config.augment, **size),
-            normalize,
+            augmentation=Augmentation(config.augment, **size),
+            normalize=normalize,
             device=world.device,
-            mixing=mixing,
+            mixing=build_mixing(config.augment, num_classes=num_classes, **size),
         ),
-        eval=EvaluationLoader(evaluation, normalize, world, batch_size=eval_batch_size),
+        eval=EvaluationLoader(reader(datasets.eval), normalize, world, batch_size=eval_batch_size),
         image_shape=shape,
         class_names=list(datasets.class_names),
         preprocessing={
             "mean": config.mean,
             "std": config.std,
             "image_shape": list(shape),
-            "center_crop": CENTER
-            if isinstance(in_whole(datasets.eval, 0)[0], ImageFiles)
-            else None,
+            "center_crop": member(datasets.eval, "center_crop"),
         },
         fingerprint=datasets.fingerprint,
         bad_samples=bad_samples,
@@ -251,9 +228,7 @@ def build_reader(
     world: World,
     bad: list[tuple[str, str]],
 ) -> Reader:
-    """Return the reader of a split, which appends the name and reason of each sample that it cannot
-    read to `bad`.
-    """
+    """Return the reader of a split. bad: the reader appends name and reason of each bad sample."""
     if isinstance(split, ImageTensors):
         return ResidentReader(split, device=world.device)
     return SampleReader(
@@ -268,9 +243,7 @@ def build_reader(
 
 
 def num_readers(num_workers: int | str, *, local_world_size: int) -> int:
-    """Return the number of threads that read: `num_workers`, or for auto one per usable core of a
-    rank, 2 to 16.
-    """
+    """Return the number of threads that read; for auto, 2 to 16: one per usable core of a rank."""
     if isinstance(num_workers, int):
         return num_workers
     return min(16, max(2, usable_cores() // local_world_size))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.config.schema import Backend
-from ddp_trainer.data.images.decoding import BadImageError, decode
-from ddp_trainer.data.loaders import Normalize
+from ddp_trainer.data.dataset import BadImageError, to_tensor
+from ddp_trainer.data.images.decoding import decode
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
 from ddp_trainer.start import autocast_dtype, memory_format
@@ -142,13 +143,10 @@ def pixels_of(image: Picture) -> Tensor:
     """
     if isinstance(image, str | Path):
         return read_file(Path(image))
-    if isinstance(image, Image.Image):
-        image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
-    if isinstance(image, np.ndarray):
-        array = torch.from_numpy(np.array(image))  # a copy, because the array may be read-only
-        image = (
-            array[None] if array.ndim == 2 else array.permute(2, 0, 1) if array.ndim == 3 else array
-        )
+    if isinstance(image, Image.Image) and image.mode not in ("L", "RGB"):
+        image = image.convert("RGB")
+    if not isinstance(image, Tensor):
+        image = to_tensor(image)
     if image.dtype != torch.uint8 or image.ndim != 3:
         raise ValueError(
             "pixels must be uint8 [H, W], [H, W, C] or, as a tensor, [C, H, W]; these are"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, path_error, require
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.files import replace_file
 from ddp_trainer.models.state import load_state
 from ddp_trainer.tools.preprocessing import Preprocessing
@@ -43,29 +44,24 @@ class ExportedModel(nn.Module):
     C, H, W].
     """
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, normalizes: bool) -> None:
         super().__init__()
         self.model = model
         self.normalizes = normalizes
         self.image_shape = preprocessing.image_shape
-        deviation = torch.tensor(preprocessing.std)[:, None, None]
-        self.register_buffer("scale", 1 / (255 * deviation))
-        self.register_buffer("shift", -torch.tensor(preprocessing.mean)[:, None, None] / deviation)
+        self.normalize = Normalize(preprocessing.mean, preprocessing.std)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return probabilities, float32 [N, classes]. images: the result of `prepare`."""
         if self.normalizes:
-            images = images.to(torch.float32) * self.scale + self.shift
+            images = self.normalize(images)
         return self.model(images).softmax(1)
 
     def prepare(self, pixels: Tensor) -> Tensor:
         """Return the input of `forward` for `pixels`, uint8 [N, C, H, W], which have the model's
         size and channels.
         """
-        return pixels if self.normalizes else pixels.to(torch.float32) * self.scale + self.shift
+        return pixels if self.normalizes else self.normalize(pixels)
 
 
 def check_formats(formats: list[str]) -> None:

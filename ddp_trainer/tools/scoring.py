@@ -14,7 +14,8 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import SplitName
 from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.data.dataset import sample_name
-from ddp_trainer.data.loaders import EvaluationLoader, Normalize, build_reader
+from ddp_trainer.data.loaders import EvaluationLoader, build_reader
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import read_images
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import World, prepare, process_group

@@ -19,7 +19,8 @@ from runs import train_on
 import ddp_trainer
 from ddp_trainer.commands import evaluate, predict
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data.images.decoding import BadImageError, center_box
+from ddp_trainer.data.dataset import BadImageError
+from ddp_trainer.data.images.decoding import center_box
 from ddp_trainer.tools.classifier import Classifier
 from ddp_trainer.tools.preprocessing import Preprocessing
 

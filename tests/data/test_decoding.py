@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_trainer.data import decoding
+from ddp_trainer.data.images import decoding
 from ddp_trainer.data.images.decoding import (
     BadImageError,
     Box,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data import file_index
+from ddp_trainer.data.images import file_index
 from ddp_trainer.data.images.file_index import FileIndex, load_index
 
 NAMES = ("cat/1.png", "cat/deep/2.JPG", "cat/ü\n3.webp", "dog/4.png", "dog/5.png")

@@ -25,7 +25,8 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples
 from ddp_trainer.data.images.image_files import ImageFiles
-from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
+from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import ImageTensors
-from ddp_trainer.data.loaders import EvaluationLoader, Normalize, TrainLoader
+from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.distributed.process_group import World

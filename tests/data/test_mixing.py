@@ -21,8 +21,9 @@ from torch.nn.functional import cross_entropy
 
 from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation
-from ddp_trainer.data.loaders import Batch, Normalize, TrainLoader
+from ddp_trainer.data.loaders import Batch, TrainLoader
 from ddp_trainer.data.mixing import Mixing, build_mixing
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import NO_LABEL, ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.training.step import sum_of_losses
@@ -80,6 +81,14 @@ def test_batches_do_not_depend_on_the_number_of_ranks(kind: str, world_size: int
                 torch.testing.assert_close(
                     share.labels, expected.labels[rank::world_size], rtol=0, atol=0
                 )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", [*KINDS, "erase"])
+def test_images_have_the_memory_format_of_the_model(kind: str, world_size: int) -> None:
+    options = {"random_crop_padding": 1, "random_hflip": True, "random_erasing": 0.5}
+    for batch in batches(KINDS.get(kind, options), world_size=world_size):
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("kind", KINDS)

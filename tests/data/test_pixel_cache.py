@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ddp_trainer.config.data import Cache
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data import pixel_cache
-from ddp_trainer.data.dataset import Datasets
-from ddp_trainer.data.images.decoding import BadImageError, shrink
+from ddp_trainer.data.dataset import BadImageError, Datasets
+from ddp_trainer.data.images import pixel_cache
+from ddp_trainer.data.images.decoding import shrink
 from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.data.images.pixel_cache import (
     BAD,

@@ -11,7 +11,7 @@ from runs import BATCHNORM, TINY, assert_bitwise, compose, train_all, trained_st
 from torch.nn.functional import cross_entropy
 
 from ddp_trainer.data.dataset import ImageTensors, build_datasets
-from ddp_trainer.data.loaders import Normalize
+from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.models import build_model
 
 DECAY = 0.7

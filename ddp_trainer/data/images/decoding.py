@@ -15,6 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from ddp_trainer.data.dataset import BadImageError, to_tensor
 from ddp_trainer.data.images.file_index import Array
 
 try:
@@ -61,12 +62,6 @@ def decoder_name() -> str:
     """Return name and version of the library that decodes most formats."""
     package = "Pillow" if decode_image is None else "torchcodec"
     return f"{package}-{version(package)}"
-
-
-class BadImageError(Exception):
-    """The file cannot be decoded: it is empty, truncated, too large or not an image; the message
-    says why.
-    """
 
 
 def decode(data: Array) -> Tensor:
@@ -126,7 +121,7 @@ def pillow_decode(data: Array) -> Tensor:
         turned: Any = ImageOps.exif_transpose(opened)
         if turned.mode.startswith("I"):  # 16-bit values, of which convert would keep the low bits
             turned = Image.fromarray((np.asarray(turned).clip(0, 65535) // 257).astype(np.uint8))
-        return torch.from_numpy(np.array(turned.convert("RGB"))).permute(2, 0, 1)
+        return to_tensor(turned.convert("RGB"))
 
 
 def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:

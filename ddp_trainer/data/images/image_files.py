@@ -14,14 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import ConfigError, TransientError
-from ddp_trainer.data.images.decoding import (
-    CENTER,
-    BadImageError,
-    crop,
-    decode,
-    decoder_name,
-    shrink,
-)
+from ddp_trainer.data.dataset import BadImageError
+from ddp_trainer.data.images.decoding import CENTER, crop, decode, decoder_name, shrink
 from ddp_trainer.data.images.file_index import FileIndex
 from ddp_trainer.data.images.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
@@ -37,9 +31,12 @@ class UnreadableFileError(BadImageError):
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """A split of image files. An item: the center crop, scaled to uint8 [3, S, S] (S = image_size),
-    and the label.
+    """A split of image files.
+
+    An item is the center crop, scaled to uint8 [3, S, S] (S = image_size), and the label.
     """
+
+    center_crop = CENTER
 
     def __init__(
         self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float

@@ -13,11 +13,9 @@ import os
 import shutil
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError, path_error, require
-from ddp_trainer.data.images.decoding import BadImageError
+from ddp_trainer.data.dataset import BadImageError
 from ddp_trainer.data.images.file_index import Array
+from ddp_trainer.data.read_ahead import read_ahead
 from ddp_trainer.files import lock_file, replace_text
 from ddp_trainer.progress import show_progress
 
@@ -177,9 +176,7 @@ def build(
 def decode_in_order(
     read: Callable[[int], Tensor], indices: range, num_threads: int
 ) -> Iterator[Decoded]:
-    """Yield images, decoded by threads, in the order of `indices`; in place of a bad image, yield
-    its BadImageError.
-    """
+    """Yield images, decoded by threads, in order; a bad image is replaced by its BadImageError."""
 
     def decode(index: int) -> Decoded:
         try:
@@ -187,20 +184,12 @@ def decode_in_order(
         except BadImageError as error:
             return error
 
-    remaining = iter(indices)
-    pending = deque[Future[Decoded]]()
-    pool = ThreadPoolExecutor(
-        num_threads, "decoder", initializer=torch.set_num_threads, initargs=(1,)
-    )
-    try:
-        while True:
-            for index in islice(remaining, num_threads * AHEAD_PER_THREAD - len(pending)):
-                pending.append(pool.submit(decode, index))
-            if not pending:
-                return
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    def begin(pool: ThreadPoolExecutor, index: int) -> Future[Decoded]:
+        return pool.submit(decode, index)
+
+    ahead = num_threads * AHEAD_PER_THREAD
+    for future in read_ahead(begin, indices, num_threads=num_threads, ahead=ahead):
+        yield future.result()
 
 
 def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:

@@ -1,0 +1,131 @@
+"""RandAugment and color jitter of whole batches, without a wait for the device.
+
+Random numbers are drawn on the CPU, as Python numbers. torchvision's functions are used unless they
+copy a small tensor to the device, which makes the host wait for the device in every step.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+from torchvision.transforms.v2 import functional
+
+STRENGTH = 0.3
+"""The share of the largest change: magnitude 9 of 30, torchvision's default."""
+MAX_SHEAR = 0.3
+MAX_TRANSLATION = 150 / 331
+"""Largest translation, as a share of the image's side."""
+MAX_DEGREES = 30.0
+MAX_COLOR_CHANGE = 0.9
+
+
+def rand_augment(images: Tensor, num_operations: int, random: np.random.Generator) -> Tensor:
+    """Return all images, uint8 [B, 1 or 3, H, W], changed by the same random operations.
+
+    Source: Cubuk et al., RandAugment, 2019 (arXiv 1909.13719), as in torchvision's RandAugment.
+    """
+    for _ in range(num_operations):
+        operation = OPERATIONS[random.integers(len(OPERATIONS))]
+        images = operation(images, STRENGTH if random.random() < 0.5 else -STRENGTH)
+    return images
+
+
+def color_jitter(images: Tensor, amount: float, random: np.random.Generator) -> Tensor:
+    """Return all images, uint8 [B, 1 or 3, H, W], with the same random change of their colors.
+
+    Brightness, contrast and saturation change in random order by factors in 1 ± `amount`.
+    """
+    if amount == 0:
+        return images
+    for number in random.permutation(len(ADJUSTMENTS)).tolist():
+        images = ADJUSTMENTS[number](images, random.uniform(1 - amount, 1 + amount))
+    return images
+
+
+def warp(images: Tensor, matrix: tuple[tuple[float, float, float], ...]) -> Tensor:
+    """Return images whose pixel (x, y) is the nearest one to `matrix` · (x, y, 1); outside, black.
+
+    images: [B, C, H, W]; x and y are measured from the center of the image in pixels.
+    """
+    height, width = images.shape[-2:]
+    x = torch.arange(width, device=images.device) - (width - 1) / 2
+    y = torch.arange(height, device=images.device)[:, None] - (height - 1) / 2
+    columns, rows = (
+        (on_x * x + on_y * y + (shift + (side - 1) / 2)).round().long()
+        for (on_x, on_y, shift), side in zip(matrix, (width, height), strict=True)
+    )
+    is_inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
+    return images[:, :, rows.clamp(0, height - 1), columns.clamp(0, width - 1)] * is_inside
+
+
+def shear_x(images: Tensor, strength: float) -> Tensor:
+    """Return images whose rows are shifted in proportion to their distance from the top."""
+    slope = strength * MAX_SHEAR
+    return warp(images, ((1, slope, slope * images.shape[-2] / 2), (0, 1, 0)))
+
+
+def shear_y(images: Tensor, strength: float) -> Tensor:
+    """Return images whose columns are shifted in proportion to their distance from the left."""
+    slope = strength * MAX_SHEAR
+    return warp(images, ((1, 0, 0), (slope, 1, slope * images.shape[-1] / 2)))
+
+
+def translate_x(images: Tensor, strength: float) -> Tensor:
+    """Return images moved to the right."""
+    return warp(images, ((1, 0, -int(strength * MAX_TRANSLATION * images.shape[-1])), (0, 1, 0)))
+
+
+def translate_y(images: Tensor, strength: float) -> Tensor:
+    """Return images moved down."""
+    return warp(images, ((1, 0, 0), (0, 1, -int(strength * MAX_TRANSLATION * images.shape[-2]))))
+
+
+def rotate(images: Tensor, strength: float) -> Tensor:
+    """Return images turned counterclockwise around their center."""
+    angle = math.radians(strength * MAX_DEGREES)
+    cosine = math.cos(angle)
+    sine = math.sin(angle)
+    return warp(images, ((cosine, -sine, 0), (sine, cosine, 0)))
+
+
+def sharpen(images: Tensor, strength: float) -> Tensor:
+    """Return images blended with their blurred copies; the outermost pixels stay as they are."""
+    if min(images.shape[-2:]) < 3:
+        return images
+    inside = images[..., 1:-1, 1:-1].float()
+    # The kernel has 1/13 in the eight outer places and 5/13 in the middle, as in Pillow.
+    blurred = ((9 * avg_pool2d(images.float(), 3, stride=1) + 4 * inside) / 13).round()
+    inside.add_(blurred - inside, alpha=-strength * MAX_COLOR_CHANGE).clamp_(0, 255)
+    sharpened = images.clone()
+    sharpened[..., 1:-1, 1:-1] = inside.to(torch.uint8)
+    return sharpened
+
+
+def change(adjust: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Tensor]:
+    """Return an operation that changes a property, for example the brightness, by `adjust`."""
+    return lambda images, strength: adjust(images, 1 + strength * MAX_COLOR_CHANGE)
+
+
+ADJUSTMENTS: list[Callable[[Tensor, float], Tensor]] = [
+    functional.adjust_brightness,
+    functional.adjust_contrast,
+    functional.adjust_saturation,
+]
+OPERATIONS: list[Callable[[Tensor, float], Tensor]] = [
+    shear_x,
+    shear_y,
+    translate_x,
+    translate_y,
+    rotate,
+    sharpen,
+    *map(change, ADJUSTMENTS),
+    lambda images, _: images,
+    lambda images, _: functional.posterize(images, bits=round(8 - 4 * STRENGTH)),
+    lambda images, _: functional.solarize(images, threshold=255 * (1 - STRENGTH)),
+    lambda images, _: functional.autocontrast(images),
+    lambda images, _: functional.equalize(images),
+]
+"""The operations of RandAugment on images, uint8 [B, 1 or 3, H, W], of a strength in ±1."""
