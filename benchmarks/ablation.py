@@ -68,12 +68,12 @@ CHOICES = (
     Choice(
         name="no step timer",
         patch=(
-            "import ddp_trainer.observers.step_timer as t\n"
+            "import ddp_trainer.observers.step_times as t\n"
             "t.StepTimer.enter = lambda self, phase: None\n"
             "t.StepTimer._gradients_ready = lambda self, parameter: None\n"
             "close = t.StepTimer.close_window\n"
             "def close_window(self, images):\n"
-            "    self.begins.append(('between steps', self._now()))\n"
+            "    self.begins.append((t.Phase.control_point, self._now()))\n"
             "    return close(self, images)\n"
             "t.StepTimer.close_window = close_window"
         ),

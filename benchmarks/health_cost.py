@@ -1,12 +1,11 @@
-"""Measure what reports of ranks and the check for silent corruption cost: LeNet on 28×28 images, 2
-ranks.
+"""Measure what observers and the check for silent corruption cost: LeNet on 28×28 images, 2 ranks.
 
     python benchmarks/health_cost.py --rounds 60
 
-In one run, 100 steps (or --segment) without either, 100 with reports at every 20th step, and 100
-with reports and one check follow each other, in turn. The difference of their times shows all that
-either costs, with the noise of the machine; the time inside of their functions, over that of the
-steps, shows most of it without.
+In one run, 100 steps (or --segment) without events, 100 with all observers, and 100 with observers
+and one check follow each other, in turn. The difference of their times shows all that either costs,
+with the noise of the machine; the time inside of their functions, over that of the steps, shows
+most of it without.
 """
 
 import argparse
@@ -18,47 +17,58 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-KINDS = ("neither", "reports", "reports and check")
+KINDS = ("no observers", "observers", "observers and check")
 SEGMENT = 100
 
 
+def timed_in(state: dict[str, float], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, whose seconds are added to ``state["inside"]``."""
+
+    def call(*values: Any) -> Any:
+        began = time.perf_counter()
+        result = function(*values)
+        state["inside"] += time.perf_counter() - began
+        return result
+
+    return call
+
+
+def check_of(step: Any, every_steps: int) -> Any:
+    """Return the gradient check of a training step, which is added if it has none."""
+    from ddp_trainer.observers.gradient_check import GradientCheck
+
+    if not step.hooks:
+        step.hooks.append(GradientCheck(step, every_steps=every_steps, deterministic=False))
+    return step.hooks[0]
+
+
 def install(folder: Path, segment: int) -> None:
-    """Make the run change its ways every `segment` steps, and note the seconds of each segment; for
-    a plug-in.
-    """
+    """Switch observers every `segment` steps, and write the seconds of each segment; a plug-in."""
     from torch import Tensor
 
-    from ddp_trainer.observers.rank_reports import NUM_SENSORS, RankReports
     from ddp_trainer.observers.gradient_check import GradientCheck
+    from ddp_trainer.training.run import Events, TrainingRun
     from ddp_trainer.training.step import TrainStep
 
-    own = RankReports.own
-    add = RankReports.add
+    emit = Events.emit
+    rank_values = TrainingRun.rank_values
     take_step = TrainStep.__call__
-    watch = GradientCheck.watch
-    compare = GradientCheck.compare
     state = {"kind": 0, "wall": 0.0, "cpu": 0.0, "inside": 0.0}
     output = (folder / f"{os.environ['RANK']}.jsonl").open("w", buffering=1)
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*values: Any) -> Any:
-            began = time.perf_counter()
-            result = function(*values)
-            state["inside"] += time.perf_counter() - began
-            return result
+    timed = partial(timed_in, state)
 
-        return call
+    def switched_emit(self: Events, method: str, *arguments: Any) -> None:
+        if state["kind"] or method not in ("on_phase", "on_step", "on_log"):
+            timed(emit)(self, method, *arguments)
 
-    def switched_own(self: RankReports) -> list[float]:
-        return timed(own)(self) if state["kind"] else [0.0] * NUM_SENSORS
-
-    def switched_add(
-        self: RankReports, numbers: Tensor, step: int, epoch: int
-    ) -> dict[str, float | str]:
-        return timed(add)(self, numbers, step, epoch) if state["kind"] else {}
+    def switched_values(self: TrainingRun) -> list[float]:
+        self._lengths = {}
+        return timed(rank_values)(self) if state["kind"] else []
 
     def switched_step(self: TrainStep, *batch: Tensor) -> Tensor:
         if self.count % segment == 0:
@@ -67,20 +77,17 @@ def install(folder: Path, segment: int) -> None:
             numbers = [state["kind"], wall - state["wall"], cpu - state["cpu"], state["inside"]]
             output.write(json.dumps(numbers) + "\n")
             kind = self.count // segment % 3
-            if kind == 2 and not isinstance(self.check, GradientCheck):
-                self.check = GradientCheck(self, every_steps=segment // 2, deterministic=False)
-            if isinstance(self.check, GradientCheck):  # one check, in the middle
-                self.check.checked = self.count if kind == 2 else 10**9
+            # One check, in the middle of a segment.
+            check_of(self, segment // 2).checked = self.count if kind == 2 else 10**9
             state.update(kind=kind, wall=time.perf_counter(), cpu=time.process_time(), inside=0.0)
-        if isinstance(self.check, GradientCheck) and self.count % segment == segment - 1:
-            self.check.checked = 10**9
+        if self.count % segment == segment - 1:
+            check_of(self, segment // 2).checked = 10**9
         return take_step(self, *batch)
 
-    GradientCheck.watch = timed(watch)
-    GradientCheck.compare = timed(compare)
-    # type: ignore
-    RankReports.own = switched_own
-    RankReports.add = switched_add
+    GradientCheck.before_forward = timed(GradientCheck.before_forward)
+    GradientCheck.before_optimizer = timed(GradientCheck.before_optimizer)
+    Events.emit = switched_emit
+    TrainingRun.rank_values = switched_values
     TrainStep.__call__ = switched_step  # type: ignore[method-assign]
 
 

@@ -200,6 +200,12 @@ def labels_of(split: Split) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
+def class_counts(split: Split, num_classes: int) -> Tensor | None:
+    """Return the number of samples of each class, int64 [num_classes]; None if it is unknown."""
+    labels = labels_of(split)
+    return None if labels is None else torch.bincount(labels.cpu(), minlength=num_classes)
+
+
 def shape_of(split: Split) -> Shape:
     """Return the attribute ``image_shape`` of a split, or the shape of its first image."""
     shape = member(split, "image_shape")

@@ -1,7 +1,8 @@
 """The loaders of a run: batches of this rank, augmented and normalized on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,15 @@ from torch import Tensor
 
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
-from ddp_trainer.data.dataset import Datasets, ImageTensors, Shape, Split, member
+from ddp_trainer.data.dataset import (
+    Datasets,
+    ImageTensors,
+    Shape,
+    Split,
+    class_counts,
+    member,
+    sample_name,
+)
 from ddp_trainer.data.mixing import Mixing, build_mixing
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
@@ -159,6 +168,10 @@ class Loaders:
     """A digest of the samples of both splits."""
     bad_samples: list[tuple[str, str]]
     """Name and reason of each bad image of this rank, to which readers append."""
+    class_counts: Tensor | None
+    """Number of training samples of each class, int64 [C] on the CPU; None: unknown."""
+    eval_name: Callable[[int], str]
+    """Returns the name of an evaluation sample, such as its file's path."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -216,6 +229,8 @@ def build_loaders(
         },
         fingerprint=datasets.fingerprint,
         bad_samples=bad_samples,
+        class_counts=class_counts(datasets.train, num_classes),
+        eval_name=partial(sample_name, datasets.eval),
     )
 
 

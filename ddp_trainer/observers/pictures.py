@@ -6,16 +6,14 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.utils.data import Subset
 from torchvision.utils import make_grid
 
 from ddp_trainer.data.loaders import Loaders
-from ddp_trainer.data.readers import SampleReader, read_images
+from ddp_trainer.data.readers import read_images
 from ddp_trainer.observers.loggers.base import LoggerGroup
 from ddp_trainer.scores.pictures import (
     BLACK,
@@ -74,9 +72,8 @@ def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_
         mean = loaders.preprocessing["mean"]
         std = loaders.preprocessing["std"]
         pictures = {"first_batch": grid_png(images[:MAX_IMAGES].cpu(), mean=mean, std=std)}
-        labels = labels_of(loaders.train.reader)
-        if labels is not None:
-            counts = torch.bincount(labels.cpu(), minlength=len(loaders.class_names)).tolist()
+        if loaders.class_counts is not None:
+            counts = loaders.class_counts.tolist()
             pictures["class_sizes"] = bars_png(loaders.class_names, counts)
         folder = run_dir / "pictures"
         folder.mkdir(exist_ok=True)
@@ -115,21 +112,6 @@ def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) 
         logger.warning(
             "the pictures of the evaluation were not recorded: %s: %s", type(error).__name__, error
         )
-
-
-def labels_of(source: Any) -> Tensor | None:
-    """Return the labels, int64 [N], of a data set or of a reader of one; None if it has no tensor
-    ``labels``.
-    """
-    if isinstance(source, SampleReader | Subset):
-        labels = labels_of(source.dataset)
-        return (
-            labels
-            if labels is None or isinstance(source, SampleReader)
-            else labels[list(source.indices)]
-        )
-    labels = getattr(source, "labels", None)
-    return labels if isinstance(labels, Tensor) else None
 
 
 def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> bytes:

@@ -6,8 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from ddp_trainer.config.observers import ReportConfig
-from ddp_trainer.data.dataset import sample_name
-from ddp_trainer.data.readers import SampleReader, read_images
+from ddp_trainer.data.readers import read_images
 from ddp_trainer.scores.files import FOLDER, write_evaluation
 from ddp_trainer.scores.scores import Scores
 from ddp_trainer.tools.report.page import write_report
@@ -44,7 +43,6 @@ class FinalReport(Observer):
 def write_scores(run: TrainingRun, rows: Tensor) -> None:
     """Write the scores of `rows`, the gathered results of the last evaluation."""
     data = run.config.data
-    reader = run.loaders.eval.reader
     about = {
         "checkpoint": "last",
         "split": data.eval_split,
@@ -53,15 +51,10 @@ def write_scores(run: TrainingRun, rows: Tensor) -> None:
         "epoch": run.step // run.steps_per_epoch,
     }
 
-    def name(index: int) -> str:
-        if isinstance(reader, SampleReader):
-            return sample_name(reader.dataset, index)
-        return f"sample {index}"
-
     write_evaluation(
         run.run_dir / FOLDER / f"last-{data.eval_split}",
         Scores(rows, run.loaders.class_names),
         about,
-        paths=name,
-        read=partial(read_images, reader),
+        paths=run.loaders.eval_name,
+        read=partial(read_images, run.loaders.eval.reader),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -25,9 +26,12 @@ def build_cross_entropy(config: CrossEntropyConfig, *, class_counts: Tensor | No
     return loss
 
 
-def labeled(labels: Tensor) -> Tensor:
-    """Return which samples have a label, bool [B]: a sample that could not be read has none.
+def sum_of_losses(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum [] of the losses of a batch; samples without a label do not count.
 
-    labels: int64 [B], negative for no label, or float [B, C], all zero for no label.
+    logits: float32 [B, C]. labels: int64 [B], negative for a sample that could not be read, which
+    `loss` need not know; or float [B, C], all zero for such a sample.
     """
-    return labels >= 0 if labels.ndim == 1 else labels.sum(1) > 0
+    is_known = labels >= 0 if labels.ndim == 1 else labels.sum(1) > 0
+    losses = loss(logits, labels.clamp(min=0))
+    return torch.where(is_known, losses, 0).sum()

@@ -16,7 +16,7 @@ from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, preserved_buffers, restore_buffers
-from ddp_trainer.training.losses import Loss, labeled
+from ddp_trainer.training.losses import Loss, sum_of_losses
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 from ddp_trainer.training.optimizers import match_layout
 from ddp_trainer.training.phase import Phase
@@ -162,10 +162,7 @@ class TrainStep:
         """
         with self.autocast():
             logits = module(images)
-        known = labeled(labels)
-        # -100 marks a sample that could not be read; a loss need not know this.
-        losses = self.loss_per_sample(logits.float(), labels.clamp(min=0))
-        loss_sum = torch.where(known, losses, 0).sum()
+        loss_sum = sum_of_losses(self.loss_per_sample, logits.float(), labels)
         # The sum times W/G: the mean over W ranks is then the mean over the G images, even with
         # unequal shares.
         scale = self.world.world_size / self.settings.global_batch_size

@@ -20,13 +20,14 @@ from test_loader import CPU, image_set
 from torch.nn.functional import cross_entropy
 
 from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.config.losses import CrossEntropyConfig
 from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.loaders import Batch, TrainLoader
 from ddp_trainer.data.mixing import Mixing, build_mixing
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import NO_LABEL, ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.training.step import sum_of_losses
+from ddp_trainer.training.losses import build_cross_entropy, sum_of_losses
 
 HEIGHT = 5
 WIDTH = 7
@@ -154,9 +155,9 @@ def test_a_pair_with_a_bad_image_counts_as_none() -> None:
     logits = torch.randn(3, 3)
     for smoothing in (0.0, 0.3):
         expected = cross_entropy(logits[:1], shares[:1], reduction="sum", label_smoothing=smoothing)
-        torch.testing.assert_close(
-            sum_of_losses(logits, shares, label_smoothing=smoothing), expected
-        )
+        config = CrossEntropyConfig(label_smoothing=smoothing)
+        loss = build_cross_entropy(config, class_counts=None)
+        torch.testing.assert_close(sum_of_losses(loss, logits, shares), expected)
 
 
 def test_transforms_leave_torchs_generator_alone() -> None:

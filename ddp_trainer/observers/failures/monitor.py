@@ -38,8 +38,8 @@ from ddp_trainer.observers.failures.status import (
     grouped_lines,
 )
 from ddp_trainer.registry import PluginError
-from ddp_trainer.training.observer import Observer
-from ddp_trainer.training.phase import Phase
+from ddp_trainer.training.phase import MAY_TAKE_ANY_TIME, Phase
+from ddp_trainer.training.run import Observer
 
 HEARTBEAT_SECONDS = 1.0
 MIN_SILENCE_SECONDS = 5 * HEARTBEAT_SECONDS
@@ -174,7 +174,7 @@ class FailureMonitor(Observer):
         return RankStatus(
             rank=self._world.rank,
             host=socket.gethostname(),
-            phase=self.phase.value,
+            phase=self.phase.text,
             step=self.step,
             heartbeat=time.time(),
             idle_seconds=self._progress.idle.seconds,
@@ -188,7 +188,7 @@ class FailureMonitor(Observer):
         The job hangs if this rank does not wait for other ranks, or if all other ranks make no
         progress either.
         """
-        if self._progress.idle.seconds <= self._max_silence or self.phase.may_take_any_time:
+        if self._progress.idle.seconds <= self._max_silence or self.phase in MAY_TAKE_ANY_TIME:
             return False
         return not is_waiting() or all(
             status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
