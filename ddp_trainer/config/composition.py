@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ddp_trainer import registry
+from ddp_trainer.config.differences import differences
 from ddp_trainer.config.errors import ConfigError, flatten_keys
 from ddp_trainer.config.schema import Config
 
@@ -141,15 +142,12 @@ def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return ``"key: old → new"`` for each key that changes the training and has another value in
     `new`.
     """
-    before = flatten_keys(old)
-    after = flatten_keys(new)
     free = free_keys(old) | free_keys(new)
-    changed = [
-        key
-        for key in sorted((before.keys() | after.keys()) - free)
-        if before.get(key) != after.get(key)
-    ]
-    return [f"{key}: {before.get(key, 'absent')} → {after.get(key, 'absent')}" for key in changed]
+    before, after = (
+        {key: value for key, value in flatten_keys(tree).items() if key not in free}
+        for tree in (old, new)
+    )
+    return differences(before, after)
 
 
 def free_keys(tree: dict[str, Any]) -> set[str]:

@@ -105,6 +105,13 @@ def check_values(section: Any, prefix: str = "") -> None:
             )
 
 
+def printable(text: str) -> str:
+    """Return `text` as one line, with escapes, as in `repr`, for characters that do not print."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean …?`` with the names in `known` that are spelled like `word`; "" if
     there are none.

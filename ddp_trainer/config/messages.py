@@ -24,7 +24,7 @@ from omegaconf.errors import (
 )
 
 from ddp_trainer import registry
-from ddp_trainer.config.errors import ConfigError, TransientError, require
+from ddp_trainer.config.errors import ConfigError, TransientError, printable, require
 from ddp_trainer.config.schema import Config
 
 HELP = "--help lists the keys"
@@ -113,9 +113,7 @@ def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> 
             text = f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
         case _:
             text = _first_line(error)
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
+    return printable(text)
 
 
 def _first_line(error: BaseException) -> str:

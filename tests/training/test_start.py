@@ -9,10 +9,10 @@ import pytest
 from processes import on_ranks
 from runs import TINY, compose
 
+from ddp_trainer import start
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import shutdown
-from ddp_trainer.training import start
 from ddp_trainer.training_run import run
 
 
