@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DataConfig
+from ddp_trainer.config.differences import differences
 from ddp_trainer.config.errors import flatten_keys, require
 from ddp_trainer.config.losses import LossConfig
 from ddp_trainer.config.schema import Config, OnNonfinite, Precision
@@ -171,12 +172,9 @@ def check_same(what: str, values: dict[str, Any], world: World, *, fix: str) -> 
     """
     first, *others = world.all_gather_object(values)
     for rank, other in enumerate(others, 1):
-        keys = [
-            key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key)
-        ]
-        changes = "; ".join(f"{key}: {first.get(key)} → {other.get(key)}" for key in keys)
+        changes = "; ".join(differences(first, other))
         require(
-            not keys, f"rank {rank} was started with other {what} than rank 0 ({changes}): {fix}"
+            not changes, f"rank {rank} was started with other {what} than rank 0 ({changes}): {fix}"
         )
 
 

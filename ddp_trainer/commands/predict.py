@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
-from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, require
+from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, printable, require
 from ddp_trainer.distributed.environment import read_environment, usable_cores
 from ddp_trainer.runtime import disable_gc, keep_freed_memory
 
@@ -113,10 +113,3 @@ def write_line(text: str) -> None:
         raise
     except OSError as error:
         raise TransientError(f"the output cannot be written: {error.strerror}") from error
-
-
-def printable(path: str) -> str:
-    """Return `path` as one line: if a character cannot be printed, such as a newline, escape `path`
-    as `repr` does.
-    """
-    return path if path.isprintable() else repr(path)[1:-1]

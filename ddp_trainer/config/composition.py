@@ -11,6 +11,7 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ddp_trainer import registry
+from ddp_trainer.config.differences import differences
 from ddp_trainer.config.errors import ConfigError, flatten_keys
 from ddp_trainer.config.keys import free_keys, is_marked, known_keys
 from ddp_trainer.config.schema import Config
@@ -105,11 +106,9 @@ def config_digest(config: Any) -> str:
 
 def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return ``"key: old → new"`` for each key with another value that changes the training."""
-    before = flatten_keys(old)
-    after = flatten_keys(new)
-    absent = "absent"
-    return [
-        f"{key}: {before.get(key, absent)} → {after.get(key, absent)}"
-        for key in sorted((before.keys() | after.keys()) - free_keys(old) - free_keys(new))
-        if before.get(key) != after.get(key)
-    ]
+    free = free_keys(old) | free_keys(new)
+    before, after = (
+        {key: value for key, value in flatten_keys(tree).items() if key not in free}
+        for tree in (old, new)
+    )
+    return differences(before, after)

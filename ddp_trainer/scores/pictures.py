@@ -10,6 +10,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from ddp_trainer.config.errors import printable
+
 WHITE = (255, 255, 255)
 BLACK = (30, 30, 30)
 BLUE = (31, 119, 180)
@@ -45,14 +47,9 @@ def to_image(pixels: Tensor) -> Image.Image:
     return Image.fromarray(shown.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy())
 
 
-def printable(name: str, *, length: int) -> str:
-    """Return `name` cut to `length` characters, with escapes for characters that the built-in font
-    lacks.
-    """
-    text = "".join(
-        character if character in " " or character.isprintable() else " " for character in name
-    )
-    text = text if text.isascii() else ascii(text)[1:-1]
+def short_ascii(name: str, *, length: int) -> str:
+    """Return `name` as ASCII, which the built-in font has, cut to `length` characters."""
+    text = printable(name).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= length else f"{text[: length - 2]}.."
 
 
@@ -78,8 +75,10 @@ def confusion_png(confusion: Tensor, class_names: Sequence[str]) -> bytes:
         font = ImageFont.load_default(min(14, cell))
         for number, name in enumerate(class_names):
             place = MARGIN + number * cell + cell // 2
-            draw.text((MARGIN - 6, place), printable(name, length=20), BLACK, font, anchor="rm")
-            paste_turned(picture, printable(name, length=20), font, bottom=MARGIN - 6, center=place)
+            draw.text((MARGIN - 6, place), short_ascii(name, length=20), BLACK, font, anchor="rm")
+            paste_turned(
+                picture, short_ascii(name, length=20), font, bottom=MARGIN - 6, center=place
+            )
     if cell >= MIN_NUMBERED:
         draw_counts(draw, confusion, cell)
     return png(picture)
@@ -138,7 +137,7 @@ def captioned_png(images: Sequence[Tensor], captions: Sequence[tuple[str, str]])
         top = number // columns * height + 4
         picture.paste(fitted(to_image(pixels), TILE), (left, top))
         for row, (line, color) in enumerate(zip(lines, (ORANGE, BLACK), strict=True)):
-            draw.text((left, top + TILE + 2 + 13 * row), printable(line, length=22), color, font)
+            draw.text((left, top + TILE + 2 + 13 * row), short_ascii(line, length=22), color, font)
     return png(picture)
 
 

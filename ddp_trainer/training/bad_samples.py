@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from ddp_trainer.config.data import OnBadImage
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, printable
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.files import replace_text
 
@@ -48,7 +48,7 @@ class BadSamples:
             return
         self.reasons |= new_reasons
         name, reason = next(iter(new_reasons.items()))
-        name = name if name.isprintable() else repr(name)[1:-1]
+        name = printable(name)
         others = "" if len(new_reasons) == 1 else f" (and {len(new_reasons) - 1} more images)"
         if self.on_bad_image is OnBadImage.error:
             raise ConfigError(

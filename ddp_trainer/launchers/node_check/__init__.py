@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ddp_trainer.config.differences import differing_keys
 from ddp_trainer.config.errors import ConfigError, TransientError
 
 SECRET = "DDP_TRAINER_JOB_SECRET"
@@ -106,7 +107,7 @@ class NodeInfo:
         settings of this node.
         """
         own = self.settings(head.get("salt", ""))
-        keys = [key for key in own | head if own.get(key) != head.get(key)]
+        keys = differing_keys(own, head)
         if version := next((key for key in keys if key in self.versions), None):
             text = f"{version} is {own[version]} here and {head.get(version)} on the head"
         else:  # a different secret changes all digests
