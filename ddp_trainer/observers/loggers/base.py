@@ -2,15 +2,19 @@
 
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import yaml
+
 from ddp_trainer import registry
 from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.loggers import LoggerConfig
+from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +197,21 @@ def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> LoggerGroup
             for config in configs
         }
     )
+
+
+def read_id(run_dir: Path) -> str:
+    """Return the id in the file ``run_id``, created if missing, that all launches share."""
+    path = run_dir / "run_id"
+    run_id = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not run_id.isalnum():  # the file is damaged, or this is the first launch
+        run_id = secrets.token_hex(8)
+        replace_text(path, run_id + "\n")
+    return run_id
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the config of the run in `run_dir`."""
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
 def import_client(package: str, config: LoggerConfig) -> Any:
