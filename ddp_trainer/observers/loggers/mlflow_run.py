@@ -16,7 +16,7 @@ from ddp_trainer.config.loggers import MlflowConfig
 from ddp_trainer.files import lock_file
 from ddp_trainer.observers.loggers.base import Logger, Value, import_client, read_config, read_id
 
-MAX_VALUE = 500  # characters of a parameter or a tag, the limit of all server versions
+MAX_VALUE = 500  # characters of a parameter, the limit of all server versions
 LOCK_SECONDS = 60.0  # how long a run waits for another run that creates the database
 
 
@@ -41,30 +41,32 @@ class MlflowLogger(Logger):
     def start(self, step: int) -> None:
         self.mlflow.environment_variables.MLFLOW_DISABLE_TELEMETRY.set(True)
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it prints how it creates tables
-        uri = self.config.tracking_uri
-        artifacts = None
-        if uri is None and not self.mlflow.is_tracking_uri_set():
+        if self.config.tracking_uri is not None or self.mlflow.is_tracking_uri_set():
+            self.client = self.mlflow.MlflowClient(self.config.tracking_uri)
+            self.begin_run(artifacts=None)
+        else:
             folder = self.run_dir.resolve().parent
-            uri = self.create_database(folder)
-            artifacts = (folder / "mlartifacts").as_uri()
-        client = self.mlflow.MlflowClient(uri)
+            self.client = self.mlflow.MlflowClient(self.create_database(folder))
+            self.begin_run(artifacts=(folder / "mlartifacts").as_uri())
+
+    def begin_run(self, artifacts: str | None) -> None:
+        """Continue the run, or create it; `artifacts` is the URI of a new experiment's files."""
+        client = self.client
         with suppress(self.mlflow.MlflowException):  # it exists
             client.create_experiment(self.config.experiment, artifacts)
         experiment_id = client.get_experiment_by_name(self.config.experiment).experiment_id
-
+        runs = client.search_runs([experiment_id], f"tags.ddp_trainer_id = '{self.own_id}'")
         tags = {"ddp_trainer_id": self.own_id}
-        found = client.search_runs([experiment_id], f"tags.ddp_trainer_id = '{self.own_id}'")
-        new = found or [client.create_run(experiment_id, run_name=self.run_dir.name, tags=tags)]
-        self.run_id = new[0].info.run_id
-        self.client = client
+        runs = runs or [client.create_run(experiment_id, run_name=self.run_dir.name, tags=tags)]
+        self.run_id = runs[0].info.run_id
         client.update_run(self.run_id, status="RUNNING")
         for key, value in flatten_keys(read_config(self.run_dir)).items():
-            if key not in new[0].data.params:
+            if key not in runs[0].data.params:
                 client.log_param(self.run_id, key, str(value)[:MAX_VALUE])
         client.log_artifact(self.run_id, str(self.run_dir / "config.yaml"))
 
     def create_database(self, folder: Path) -> str:
-        """Return the URI of mlflow.db in `folder`. A lock is needed, because MLflow has none."""
+        """Return the URI of mlflow.db in `folder`, created under a lock, as MLflow has none."""
         path = folder / "mlflow.db"
         unfinished = folder / ".mlflow.db.writing"
         holder = f"another run creates {path}"
@@ -77,16 +79,15 @@ class MlflowLogger(Logger):
         return f"sqlite:///{path}"
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        now = int(time.time() * 1000)
-        metrics = []
-        tags = []
-        for tag, value in values.items():
-            name = re.sub(r"[^\w.\- :/]", "_", tag)  # MLflow refuses other characters
-            if isinstance(value, str):
-                tags.append(self.mlflow.entities.RunTag(name, value[:MAX_VALUE]))
-            else:
-                metrics.append(self.mlflow.entities.Metric(name, value, now, step))
-        self.client.log_batch(self.run_id, metrics=metrics, tags=tags)
+        metrics = [
+            # MLflow refuses other characters in a name
+            self.mlflow.entities.Metric(
+                re.sub(r"[^\w.\- :/]", "_", tag), value, int(1000 * time.time()), step
+            )
+            for tag, value in values.items()
+            if not isinstance(value, str)
+        ]
+        self.client.log_batch(self.run_id, metrics=metrics)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         picture = Image.open(BytesIO(png))

@@ -10,14 +10,20 @@ from typing import Any
 from PIL import Image
 
 from ddp_trainer.config.loggers import WandbConfig, WandbMode
-from ddp_trainer.observers.loggers.base import Logger, Value, import_client, read_config, read_id
+from ddp_trainer.observers.loggers.base import (
+    Logger,
+    Value,
+    import_client,
+    one_line,
+    read_config,
+    read_id,
+)
 
 logger = logging.getLogger(__name__)
 
-SETTINGS: dict[str, Any] = {"console": "off", "init_timeout": 20.0, "finish_timeout": 20.0}
-# Nothing about the host, the user's code and other packages is recorded.
-SETTINGS |= {"host": "", "disable_code": True, "disable_git": True, "x_save_requirements": False}
-SETTINGS |= {"x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True}
+TIMEOUTS = {"init_timeout": 20.0, "finish_timeout": 20.0}
+PRIVACY = {"x_disable_machine_info": True, "x_save_requirements": False, "disable_code": True}
+"""Settings with which no statistics of the host, packages and code of the user are recorded."""
 
 
 class WandbLogger(Logger):
@@ -40,11 +46,12 @@ class WandbLogger(Logger):
         try:
             self.begin({} if mode is WandbMode.auto else {"mode": mode.name})
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            upload = f"wandb sync {self.run_dir}/wandb/offline-run-*"
-            logger.warning("logger=wandb records offline (%s); upload with: %s", reason, upload)
-            if self.wandb.run is None:  # the user's program has no run of its own
-                self.wandb.teardown()  # because the service does not accept an id a second time
+            logger.warning(
+                "logger=wandb records offline (%s); upload with: wandb sync %s/wandb/offline-run-*",
+                one_line(error),
+                self.run_dir,
+            )
+            self.end_service()  # because it does not accept the run's id a second time
             self.begin({"mode": "offline"})
 
     def begin(self, mode: dict[str, str]) -> None:
@@ -63,7 +70,7 @@ class WandbLogger(Logger):
             config=read_config(self.run_dir),
             allow_val_change=True,
             reinit="create_new",  # does not end a run of the user's program
-            settings=self.wandb.Settings(**SETTINGS, **mode),
+            settings=self.wandb.Settings(console="off", host="", **TIMEOUTS, **PRIVACY, **mode),
         )
         self.run.define_metric("*", step_metric="step")  # the x axis is the optimizer step
 
@@ -80,4 +87,12 @@ class WandbLogger(Logger):
         self.run.summary.update(dict(results))
 
     def close(self) -> None:
-        self.run.finish()
+        try:
+            self.run.finish()
+        finally:
+            self.end_service()
+
+    def end_service(self) -> None:
+        """End the process that writes and sends records, unless the user's program has a run."""
+        if self.wandb.run is None:
+            self.wandb.teardown()
