@@ -126,6 +126,19 @@ def test_without_a_start_nothing_is_called() -> None:
     assert calls == []
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"a b/c\n", b'{"a": 1}'])
+def test_all_launches_share_an_id_and_a_damaged_one_is_replaced(
+    content: bytes, tmp_path: Path
+) -> None:
+    first = base.read_id(tmp_path)
+    assert base.read_id(tmp_path) == first
+    (tmp_path / "run_id").write_bytes(content)
+    second = base.read_id(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{16}", second)
+    assert second != first
+    assert base.read_id(tmp_path) == second
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 

@@ -1,16 +1,20 @@
-"""`Logger`, the base class of all loggers, and `LoggerGroup`, all loggers of a run."""
+"""`Logger`, the base class of all loggers, and `LoggerGroup`, the loggers of a run."""
 
 import logging
 import queue
+import secrets
 import threading
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import yaml
+
 from ddp_trainer import registry
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.loggers import LoggerConfig
+from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -18,34 +22,22 @@ Value = float | str
 
 CLOSE_SECONDS = 60.0
 FAILURE_CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for a logger that has a thread; the second number applies after
-an exception.
-"""
+"""How long the end of a run waits for a logger's thread, and how long after an exception."""
 MAX_PENDING_CALLS = 10_000
-"""The largest number of calls that wait for a logger's thread. When so many wait, new calls are
-dropped.
-"""
+"""How many calls may wait for a logger's thread; when so many wait, new calls are dropped."""
 
 
 class Logger:
-    """Records a run. A subclass overrides the methods that it needs; the methods of this base class
-    do nothing.
-    """
+    """Records a run. A subclass overrides the methods that it needs; those here do nothing."""
 
     in_background: ClassVar[bool] = False
-    """Whether another thread calls the methods, so that a server that is slow or does not answer
-    delays no step.
-    """
+    """Whether another thread calls the methods, so that a slow server delays no step."""
 
     def start(self, step: int) -> None:
-        """Prepare to record the steps after optimizer step `step`; delete an earlier launch's
-        records of them.
-        """
+        """Prepare to record the steps after `step`; delete an earlier launch's records of them."""
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        """Record `values` by tag at optimizer step `step`. One of the tags is ``epoch``; some
-        values are text.
-        """
+        """Record `values` by tag at optimizer step `step`, among them ``epoch``; some are texts."""
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Record a picture; `png` is the content of a PNG file."""
@@ -54,18 +46,14 @@ class Logger:
         """Record a text in Markdown."""
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Record the final `results` together with the `config` (flat, by dotted key) of
-        the run.
-        """
+        """Record the final `results` with the run's `config`, which is flat, by dotted key."""
 
     def close(self) -> None:
         """Write the pending records and close files."""
 
 
 class LoggerCalls:
-    """Calls the methods of one logger. Of consecutive exceptions, only the first is logged, as a
-    warning.
-    """
+    """Calls the methods of one logger. Of consecutive failures, only the first is a warning."""
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         self.name = name
@@ -73,29 +61,20 @@ class LoggerCalls:
         self.is_failing = False
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method. Log any exception as a warning, but raise a KeyboardInterrupt of the main
-        thread again.
-        """
+        """Call a method; log any exception, a SystemExit too, but not the user's interrupt."""
         try:
             getattr(self.wrapped, method)(*arguments)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if (
-                isinstance(error, KeyboardInterrupt)
-                and threading.current_thread() is threading.main_thread()
-            ):
-                raise
-            self.report_failure(f"{type(error).__name__}: {error}")
+            self.report_failure(one_line(error))
         else:
             self.is_failing = False
 
     def report_failure(self, reason: str) -> None:
-        """Log a warning with `reason`, unless the previous call of a method of the logger failed
-        too.
-        """
+        """Log a warning with `reason`, unless the previous call failed too."""
         if not self.is_failing:
-            logger.warning(
-                "logger=%s failed (%s); training continues", self.name, " ".join(reason.split())
-            )
+            logger.warning("logger=%s failed (%s); training continues", self.name, reason)
         self.is_failing = True
 
     def close(self, seconds: float) -> None:
@@ -104,21 +83,21 @@ class LoggerCalls:
 
 
 class BackgroundCalls(LoggerCalls):
-    """Calls the methods of one logger in a thread, in the order of the calls; `call` returns at
-    once.
-    """
+    """Calls the methods of one logger in a thread and in order; `call` returns at once."""
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         super().__init__(name, wrapped)
-        self.pending: queue.Queue[tuple[Any, ...] | None] = queue.Queue(MAX_PENDING_CALLS)
+        self.pending: queue.Queue[tuple[Any, ...]] = queue.Queue(MAX_PENDING_CALLS)
         # A daemon, because the process must be able to end while a client waits for its server.
         self.thread = threading.Thread(target=self.work, name=f"logger={name}", daemon=True)
         self.thread.start()
 
     def work(self) -> None:
-        """Take calls from the queue and make them, until None comes."""
-        while (call := self.pending.get()) is not None:
-            super().call(*call)
+        """Take calls from the queue and make them, up to the call of ``close``."""
+        method = ""
+        while method != "close":
+            method, *arguments = self.pending.get()
+            super().call(method, *arguments)
 
     def call(self, method: str, *arguments: Any) -> None:
         try:
@@ -129,12 +108,11 @@ class BackgroundCalls(LoggerCalls):
             )
 
     def close(self, seconds: float) -> None:
-        self.call("close")
         try:
-            self.pending.put_nowait(None)
-            self.thread.join(seconds)
+            self.pending.put_nowait(("close",))
         except queue.Full:
-            return  # the full queue has been reported already
+            return  # which has been reported already
+        self.thread.join(seconds)
         if self.thread.is_alive():
             logger.warning(
                 "logger=%s did not finish within %.0f s; its last records may be missing",
@@ -144,8 +122,7 @@ class BackgroundCalls(LoggerCalls):
 
 
 class LoggerGroup:
-    """All loggers of a run: each method calls the method of that name of every logger. A failure
-    never ends a training.
+    """All loggers of a run: a method calls that method of each logger. No failure ends a training.
 
     Nothing is recorded before `start`. A launch does not call `start` if nothing is left to train.
     On ranks other than 0 the group is empty. Use as a context manager: leaving it closes all
@@ -165,7 +142,8 @@ class LoggerGroup:
 
     def start(self, step: int) -> None:
         for name, one in self.loggers.items():
-            self.calls.append((BackgroundCalls if one.in_background else LoggerCalls)(name, one))
+            kind = BackgroundCalls if one.in_background else LoggerCalls
+            self.calls.append(kind(name, one))
         self._call("start", step)
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
@@ -195,22 +173,40 @@ def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> LoggerGroup
     )
 
 
+def one_line(error: BaseException) -> str:
+    """Return the type and the message of `error` as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def read_id(run_dir: Path) -> str:
+    """Return the id in the file ``run_id``, created if missing, that all launches share."""
+    path = run_dir / "run_id"
+    run_id = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not run_id.isalnum():  # the file is damaged, or this is the first launch
+        run_id = secrets.token_hex(8)
+        replace_text(path, run_id + "\n")
+    return run_id
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the config of the run in `run_dir`."""
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
 def import_client(package: str, config: LoggerConfig) -> Any:
-    """Return the module of a logger's optional `package`; ConfigError if it is not installed or
-    cannot be imported.
+    """Return the module `package`; ConfigError if it is not installed or cannot be imported.
 
     Call this in the constructor, in the main thread: two threads that import at the same time may
     wait for each other.
     """
-    fix = f"pip install 'ddp_trainer[{config.name}]'"
     try:
         module = import_module(package)
+        if module.__file__ is None:  # a folder of that name, such as wandb/ of another run
+            raise ModuleNotFoundError(name=package)
     except Exception as error:  # a module may raise anything
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        broken = "" if is_missing else f", which cannot be imported ({cause})"
-        raise ConfigError(f"logger={config.name} needs {package}{broken}: {fix}") from error
-    # A folder with the package's name, such as wandb/ of another program's run, is imported as a
-    # module without a file.
-    require(module.__file__ is not None, f"logger={config.name} needs {package}: {fix}")
+        cause = "" if is_missing else f", which cannot be imported ({one_line(error)})"
+        raise ConfigError(
+            f"logger={config.name} needs {package}{cause}: pip install 'ddp_trainer[{config.name}]'"
+        ) from error
     return module

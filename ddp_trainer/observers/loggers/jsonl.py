@@ -1,6 +1,4 @@
-"""``logger=jsonl``: metrics.jsonl, one JSON object a line with ``time``, ``step``, ``epoch`` and
-the tags as keys.
-"""
+"""``logger=jsonl``: metrics.jsonl, one JSON object a line with ``time``, ``step`` and the tags."""
 
 import json
 import math
@@ -13,9 +11,7 @@ from ddp_trainer.files import read_records, replace_text
 from ddp_trainer.observers.loggers.base import Logger, Value
 
 MAX_PENDING = 10_000
-"""How many records stay in memory while the disk is full; they are written when there is space
-again.
-"""
+"""How many records stay in memory while the disk is full; they are written when it has space."""
 
 
 class JsonlLogger(Logger):
@@ -31,21 +27,15 @@ class JsonlLogger(Logger):
             replace_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        plain = {
-            tag: v if isinstance(v, str) or math.isfinite(v) else str(v)
-            for tag, v in values.items()
-        }
-        record = {"time": time.time(), "step": step, **plain}
+        record: dict[str, Value] = {"time": time.time(), "step": step}
+        for tag, value in values.items():
+            is_plain = isinstance(value, str) or math.isfinite(value)
+            record[tag] = value if is_plain else str(value)
         self.pending = [*self.pending[-MAX_PENDING:], json.dumps(record) + "\n"]
-        append("".join(self.pending), self.path)
+        data = "".join(self.pending).encode()
+        with open(self.path, "ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(data) < len(data):
+                file.truncate(size)
+                raise OSError(f"{self.path} was not written: no space left on the disk")
         self.pending.clear()
-
-
-def append(text: str, path: Path) -> None:
-    """Append `text` to `path`, all of it or nothing; OSError if it cannot be written."""
-    data = text.encode()
-    with open(path, "ab", buffering=0) as file:
-        size = file.tell()
-        if file.write(data) < len(data):
-            file.truncate(size)
-            raise OSError(f"{path} was not written: no space left on the disk")

@@ -2,55 +2,34 @@
 
 import html
 import logging
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import yaml
 from PIL import Image
 
 from ddp_trainer.config.loggers import WandbConfig, WandbMode
-from ddp_trainer.files import replace_text
-from ddp_trainer.observers.loggers.base import Logger, Value, import_client
-
-if TYPE_CHECKING:
-    import wandb
+from ddp_trainer.observers.loggers.base import (
+    Logger,
+    Value,
+    import_client,
+    one_line,
+    read_config,
+    read_id,
+)
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = {
-    "silent": True,
-    "console": "off",
-    "init_timeout": 20.0,
-    "finish_timeout": 20.0,
-    # Nothing about the host, the user's files and other packages is recorded.
-    "host": "",
-    "save_code": False,
-    "disable_code": True,
-    "disable_git": True,
-    "label_disable": True,
-    "x_disable_machine_info": True,
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_save_requirements": False,
-    # A killed run loses the records of this time; the default is 15 seconds.
-    "x_transaction_log_flush_interval": 1.0,
-}
-"""Settings of wandb. A setting that the installed version does not know is left out."""
-MAX_BEGINS = 4
-"""How often a launch may begin or continue its run: again if wandb's service process was killed."""
+TIMEOUTS = {"init_timeout": 20.0, "finish_timeout": 20.0}
+PRIVACY = {"x_disable_machine_info": True, "x_save_requirements": False, "disable_code": True}
+"""Settings with which no statistics of the host, packages and code of the user are recorded."""
 
 
 class WandbLogger(Logger):
-    """Records all launches in one run of wandb. The x axis is the metric ``step``, the optimizer
-    step.
+    """Records all launches as one run, offline without a login or if the server does not answer.
 
-    If a launch resumes from an earlier step, the steps that it repeats have two records each.
-    Without a login, or if the server does not answer, the launch is recorded offline, for ``wandb
-    sync``.
+    The steps that a resumed launch repeats have two records each.
     """
 
     in_background = True
@@ -59,116 +38,61 @@ class WandbLogger(Logger):
         self.wandb = import_client("wandb", config)
         self.config = config
         self.run_dir = run_dir
-        self.mode = None if config.mode is WandbMode.auto else config.mode.name
-        self.run: wandb.Run | None = None
-        self.num_begins = 0
+        self.run_id = read_id(run_dir)
+        self.run: Any = None
 
     def start(self, step: int) -> None:
-        self.begin()
-
-    def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        self.log(values, step)
-
-    def image(self, tag: str, png: bytes, step: int) -> None:
-        self.log({tag: self.wandb.Image(Image.open(BytesIO(png)))}, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self.log({tag: self.wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step)
-
-    def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        run = self.run or self.begin()
-        run.summary.update(dict(results))
-
-    def close(self) -> None:
-        run = self.run
-        self.run = None
+        mode = self.config.mode
         try:
-            if run is not None:
-                run.finish()
-        finally:
-            self.end_service()
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Add a row to the history. If this fails, the row is lost, and the next call continues the
-        run.
-        """
-        run = self.run or self.begin()
-        try:
-            run.log({**values, "step": step})
-        except Exception:
-            with suppress(Exception, SystemExit):
-                self.close()
-            raise
-
-    def begin(self) -> "wandb.Run":
-        """Begin or continue the run, offline if this fails online. Record the config, and return
-        the run.
-        """
-        self.num_begins += 1
-        if self.num_begins > MAX_BEGINS:
-            raise RuntimeError(f"its run could not be recorded in {MAX_BEGINS} attempts")
-        try:
-            self.run = self.init()
+            self.begin({} if mode is WandbMode.auto else {"mode": mode.name})
         except Exception as error:
-            if self.mode == "offline":
-                raise
-            # because the service process does not accept the run's id a second time
-            self.end_service()
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            path = self.run_dir / "wandb"
             logger.warning(
-                "logger=wandb records offline (%s); upload with: wandb sync %s/offline-run-*",
-                reason,
-                path,
+                "logger=wandb records offline (%s); upload with: wandb sync %s/wandb/offline-run-*",
+                one_line(error),
+                self.run_dir,
             )
-            self.mode = "offline"
-            self.run = self.init()
-        self.run.define_metric("step", hidden=True)
-        self.run.define_metric("*", step_metric="step")
-        config = yaml.safe_load((self.run_dir / "config.yaml").read_text())
-        self.run.config.update(config, allow_val_change=True)
-        return self.run
+            self.end_service()  # because it does not accept the run's id a second time
+            self.begin({"mode": "offline"})
 
-    def init(self) -> "wandb.Run":
-        """Begin or continue the run, and return it. If `mode` is None, the user's own setting of
-        wandb is used.
-        """
-        known = self.wandb.Settings.model_fields
-        settings = self.wandb.Settings(
-            **{name: value for name, value in SETTINGS.items() if name in known}
-        )
-        # Before init, because only global settings keep wandb from asking for a login and from
-        # sending telemetry.
-        self.wandb.setup(
-            self.wandb.Settings(silent=True, **({"mode": self.mode} if self.mode else {}))
-        )
-        return self.wandb.init(
+    def begin(self, mode: dict[str, str]) -> None:
+        """Begin or continue the run; an empty `mode` is that of the user's WANDB_MODE."""
+        # Only global settings keep wandb from asking for a login.
+        self.wandb.setup(self.wandb.Settings(silent=True, **mode))
+        self.run = self.wandb.init(
             project=self.config.project,
             entity=self.config.entity,
             group=self.config.group,
             tags=self.config.tags,
             name=self.run_dir.name,
-            id=self.run_id(),
+            id=self.run_id,
             resume="allow",
-            mode=self.mode,
             dir=self.run_dir,
-            reinit="create_new",  # does not end a run that the user's program has begun
-            settings=settings,
+            config=read_config(self.run_dir),
+            allow_val_change=True,
+            reinit="create_new",  # does not end a run of the user's program
+            settings=self.wandb.Settings(console="off", host="", **TIMEOUTS, **PRIVACY, **mode),
         )
+        self.run.define_metric("*", step_metric="step")  # the x axis is the optimizer step
 
-    def run_id(self) -> str:
-        """Return the id of the run, which is kept in the run directory for later launches."""
-        path = self.run_dir / "wandb" / "run_id"
-        run_id = path.read_text(errors="replace").strip() if path.exists() else ""
-        if not (run_id.isascii() and run_id.isalnum()):  # damaged, or the first launch
-            run_id = secrets.token_hex(8)
-            path.parent.mkdir(exist_ok=True)
-            replace_text(path, run_id + "\n")
-        return run_id
+    def scalars(self, values: Mapping[str, Value], step: int) -> None:
+        self.run.log({**values, "step": step})
+
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        self.run.log({tag: self.wandb.Image(Image.open(BytesIO(png))), "step": step})
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        self.run.log({tag: self.wandb.Html(f"<pre>{html.escape(text)}</pre>"), "step": step})
+
+    def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
+        self.run.summary.update(dict(results))
+
+    def close(self) -> None:
+        try:
+            self.run.finish()
+        finally:
+            self.end_service()
 
     def end_service(self) -> None:
-        """End the process that writes and sends the records, unless the user's program has its own
-        run of wandb.
-        """
+        """End the process that writes and sends records, unless the user's program has a run."""
         if self.wandb.run is None:
             self.wandb.teardown()
