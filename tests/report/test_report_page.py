@@ -432,7 +432,7 @@ def test_the_worst_mistake_of_every_pair_is_shown_before_others(run_dir: Path) -
     folder = write_evaluation(run_dir, wrong=900)
     mistakes = evaluation_of(folder).mistakes
     entries = json.loads((folder / "mistakes.json").read_text())
-    losses = [mistake.loss for mistake in mistakes]
+    losses = [mistake.loss or 0.0 for mistake in mistakes]
     assert len(losses) == 200
     assert losses == sorted(losses, reverse=True)
     worst = {(entry["label"], entry["prediction"]): entry["path"] for entry in reversed(entries)}

@@ -24,8 +24,8 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.scores.files import replace_folder, write_evaluation
 from ddp_trainer.scores.pictures import captioned_png, confusion_png, thumbnail_png
 from ddp_trainer.scores.scores import NUM_BINS, WORST, Scores
-from ddp_trainer.tools.report.evaluations import Evaluation
-from ddp_trainer.tools.report.files import RunFiles
+from ddp_trainer.tools.report.evaluations import EvaluationFolder
+from ddp_trainer.tools.report.files import FolderReader
 from ddp_trainer.training.results import ID, SampleResults
 
 CPU = torch.device("cpu")
@@ -190,9 +190,10 @@ def test_the_files_have_the_scores(tmp_path: Path) -> None:
 def test_a_class_name_that_is_not_utf_8_is_the_same_in_all_files(tmp_path: Path) -> None:
     names = [os.fsdecode(b"caf\xe9"), *NAMES[1:]]
     write(tmp_path / "best-test", names=names)
-    evaluation = Evaluation(RunFiles(tmp_path / "best-test"))
-    assert evaluation.matrix.names == list(evaluation.per_class) == names
-    assert {mistake.label for mistake in evaluation.mistakes} == set(range(len(names) - 1))
+    evaluation = EvaluationFolder(FolderReader(tmp_path / "best-test"))
+    assert evaluation.class_names == names
+    assert {name for name, _ in evaluation.class_scores()} == set(names)
+    assert {mistake.label for mistake in evaluation.mistakes} == set(names[:-1])
 
 
 def test_a_second_evaluation_replaces_all_files_of_the_first(tmp_path: Path) -> None:

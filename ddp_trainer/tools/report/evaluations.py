@@ -95,7 +95,7 @@ def read_matrix(folder: FolderReader) -> tuple[list[str], list[array]]:
     data = folder.read_bytes("confusion_matrix.csv", limit=64 * MB)
     if data is None:
         return [], []
-    reader = csv.reader(io.StringIO(data.decode(errors="replace"), newline=""))
+    reader = csv.reader(io.StringIO(data.decode(errors="surrogateescape"), newline=""))
     try:
         names = [text(name) for name in next(reader, [])[1:]]
         rows = [array("q", map(int, row[1:])) for row in reader if row]
