@@ -24,7 +24,7 @@ from ddp_trainer.scores.pictures import (
     captioned_png,
     confusion_png,
     png,
-    printable,
+    short_ascii,
 )
 from ddp_trainer.scores.scores import Scores, ids_of
 from ddp_trainer.training.results import LABEL, PREDICTION
@@ -133,7 +133,7 @@ def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
     draw = ImageDraw.Draw(image)
     for number, (count, name) in enumerate(rows):
         top = number * ROW + ROW // 2
-        draw.text((8, top + 2), printable(name, length=28), fill=BLACK)
+        draw.text((8, top + 2), short_ascii(name, length=28), fill=BLACK)
         end = NAMES + BARS * count / max(1, rows[0][0])
         draw.rectangle((NAMES, top + 3, end, top + ROW - 3), fill=BLUE)
         draw.text((end + 6, top + 2), f"{count:,}", fill=BLACK)

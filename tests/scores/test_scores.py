@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.scores.files import replace_folder, write_evaluation
-from ddp_trainer.scores.pictures import captioned_png, confusion_png, thumbnail_png
+from ddp_trainer.scores.pictures import LEFT, TOP, captioned_png, confusion_png, thumbnail_png
 from ddp_trainer.scores.scores import NUM_BINS, WORST, Scores
 from ddp_trainer.tools.report.evaluations import EvaluationFolder
 from ddp_trainer.tools.report.files import FolderReader
@@ -265,7 +265,7 @@ def test_the_matrix_is_blue_on_the_diagonal_and_orange_beside_it() -> None:
     picture = read_png(confusion_png(confusion, ["a", "b", "c"]))
     cell = 64
     corners = {
-        (r, c): tuple(picture[170 + cell * r + 4, 170 + cell * c + 4])
+        (r, c): tuple(picture[TOP + cell * r + 4, LEFT + cell * c + 4])
         for r in range(3)
         for c in range(3)
     }
