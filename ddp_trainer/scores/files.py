@@ -1,6 +1,4 @@
-"""The files of an evaluation: metrics.json, confusion_matrix.csv and .png, mistakes.json and its
-pictures.
-"""
+"""The files of an evaluation: scores, confusion matrix, and mistakes with their pictures."""
 
 import csv
 import json
@@ -43,34 +41,39 @@ def write_evaluation(
         ConfigError, TransientError: a file cannot be written; the old files are then as they were.
     """
     with replace_folder(folder) as new:
-        text = json.dumps(finite(about | scores.values()), indent=1)
-        (new / "metrics.json").write_text(text + "\n", encoding="utf-8")
-        path = new / "confusion_matrix.csv"
-        with open(
-            path, "w", encoding="utf-8", errors="surrogateescape", newline=""
-        ) as file:  # a class is any folder
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["", *scores.class_names])
-            true_classes = zip(scores.class_names, scores.confusion.tolist(), strict=True)
-            writer.writerows([name, *counts] for name, counts in true_classes)
-        (new / "confusion_matrix.png").write_bytes(
-            confusion_png(scores.confusion, scores.class_names)
-        )
+        write_json(new / "metrics.json", finite(about | scores.values()))
+        write_matrix(new / "confusion_matrix.csv", scores)
+        picture = confusion_png(scores.confusion, scores.class_names)
+        (new / "confusion_matrix.png").write_bytes(picture)
         (new / "mistakes").mkdir()
         mistakes = []
         for rows in scores.mistakes().split(BATCH):
             for row, pixels in zip(rows.tolist(), read(ids_of(rows)), strict=True):
-                mistakes.append(describe(row, scores.class_names, paths))
-                (new / mistakes[-1]["picture"]).write_bytes(thumbnail_png(pixels.cpu()))
-        (new / "mistakes.json").write_text(json.dumps(mistakes, indent=1) + "\n", encoding="utf-8")
+                mistake = describe_mistake(row, scores.class_names, paths)
+                (new / mistake["picture"]).write_bytes(thumbnail_png(pixels.cpu()))
+                mistakes.append(mistake)
+        write_json(new / "mistakes.json", mistakes)
 
 
-def describe(
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` to `path` as JSON."""
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def write_matrix(path: Path, scores: Scores) -> None:
+    """Write the confusion matrix to `path`: class names, then a row for each true class."""
+    # surrogateescape, because a class may have the name of any folder
+    with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["", *scores.class_names])
+        for name, counts in zip(scores.class_names, scores.confusion.tolist(), strict=True):
+            writer.writerow([name, *counts])
+
+
+def describe_mistake(
     row: list[float], class_names: list[str], paths: Callable[[int], str]
 ) -> dict[str, Any]:
-    """Return the entry of mistakes.json for a sample. row: its row in the result of
-    `SampleResults.gather`.
-    """
+    """Return an entry of mistakes.json. row: a row of the result of `SampleResults.gather`."""
     number = int(row[ID])
     return {
         "id": number,
@@ -84,9 +87,7 @@ def describe(
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None for each nan or infinity in it, also in nested dicts and lists: JSON
-    has neither.
-    """
+    """Return `value` with None for each nan or infinity in it, because JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -96,23 +97,17 @@ def finite(value: Any) -> Any:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` if the ``with`` block succeeds; else `folder` is
-    left unchanged.
-    """
-    new, old = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "old"))
+    """Yield an empty folder, which replaces `folder` if the ``with`` block succeeds."""
+    new = folder.with_name(f".{folder.name}.writing")
+    old = folder.with_name(f".{folder.name}.old")
+    fix = "wait for it, and start the same command again"
+    holder = f"another process is writing to {folder.parent}: {fix}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        holder = (
-            f"another process is writing to {folder.parent}: wait for it, and start the same"
-            " command again"
-        )
         with lock_file(folder.parent / ".lock", seconds=LOCK_SECONDS, holder=holder):
             try:
-                # a process was killed between the two renames
-                if old.exists() and not folder.exists():
-                    old.rename(folder)
-                for leftover in (new, old):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                # a process may have been killed between the two renames below
+                restore(folder, new=new, old=old)
                 new.mkdir()
                 yield new
                 for file in new.rglob("*.*"):
@@ -122,9 +117,14 @@ def replace_folder(folder: Path) -> Iterator[Path]:
                     folder.rename(old)
                 new.rename(folder)
             finally:
-                if old.exists() and not folder.exists():
-                    old.rename(folder)
-                for leftover in (new, old):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                restore(folder, new=new, old=old)
     except OSError as error:
         raise path_error(error, f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def restore(folder: Path, *, new: Path, old: Path) -> None:
+    """Rename `old` back if `folder` is missing, and delete what is left of `new` and `old`."""
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,3 +1,1 @@
-"""The use of trained models: load them from a run directory, predict and score images, and export
-them.
-"""
+"""Tools on run directories and hosts: score, predict, export, report, verify, examine."""

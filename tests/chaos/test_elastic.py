@@ -12,7 +12,7 @@ import pytest
 from processes import clean_environment, wait_for
 from runs import TINY, newest_step
 
-from ddp_trainer.commands.verify import find_damage
+from ddp_trainer.tools.verify import find_damage
 
 LONG = (
     *TINY,

@@ -23,7 +23,7 @@ from runs import (
     trained_state,
 )
 
-from ddp_trainer.commands.verify import find_damage
+from ddp_trainer.tools.verify import find_damage
 
 KILLS = trials(15)
 LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.random_crop_padding=2")

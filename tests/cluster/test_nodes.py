@@ -14,7 +14,7 @@ from runs import TINY, newest_step, read_summary
 from cluster.namespaces import ROOT, SCRIPT, Hosts
 from cluster.slurm import until
 from cluster.test_scripts import HOSTILE
-from ddp_trainer.commands.verify import find_damage
+from ddp_trainer.tools.verify import find_damage
 
 pytestmark = pytest.mark.timeout(600)
 

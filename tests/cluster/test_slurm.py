@@ -21,7 +21,7 @@ from runs import (
 )
 
 from cluster.slurm import SlurmCluster, until
-from ddp_trainer.commands.verify import find_damage
+from ddp_trainer.tools.verify import find_damage
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch")
 SHORT = (*TINY, "num_threads=1")

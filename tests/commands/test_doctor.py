@@ -5,8 +5,8 @@ from pathlib import Path
 from processes import launch, on_ranks, succeed
 from runs import in_process_group
 
-from ddp_trainer.commands.doctor import Finding, clock_finding, examine, merge
 from ddp_trainer.launchers import fitness
+from ddp_trainer.tools.doctor import Finding, clock_finding, examine, merge_finding
 
 
 def test_a_single_process_is_ready(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_what_keeps_a_run_from_training_is_an_error() -> None:
 
 def test_nodes_that_differ_are_listed_and_must_have_the_same_versions() -> None:
     alike = {f"node{n}": Finding("cores", "8 cores") for n in range(2)}
-    assert merge(alike) == Finding("cores", "8 cores")
+    assert merge_finding(alike) == Finding("cores", "8 cores")
     different = alike | {"node2": Finding("cores", "1 core", "start fewer ranks")}
     values = "node0: 8 cores; node1: 8 cores; node2: 1 core"
-    assert merge(different) == Finding("cores", values, "node2: start fewer ranks")
-    versions = merge({f"node{n}": Finding("versions", f"torch 2.{n}") for n in range(2)})
+    assert merge_finding(different) == Finding("cores", values, "node2: start fewer ranks")
+    versions = merge_finding({f"node{n}": Finding("versions", f"torch 2.{n}") for n in range(2)})
     assert (
         versions.advice
         == "versions differ (node0: torch 2.0; node1: torch 2.1): install the same on all nodes"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_sets import write_fashion_mnist
 from PIL import Image
 from processes import launch, on_ranks, succeed
 from runs import BATCHNORM, TINY, compose, newest_checkpoint, read_summary, train_all, train_on
@@ -49,9 +50,11 @@ def write_digits(
 
 
 def words_for(data: str, folder: Path) -> tuple[str, ...]:
-    """Return the overrides that choose a data set; the folder of images is written."""
-    if data != "imagefolder":
-        return (f"data={data}",)
+    """Return the overrides that choose a data set; its files are written."""
+    if data == "digits":
+        return ("data=digits",)
+    if data == "fashion_mnist":
+        return ("data=fashion_mnist", f"data.root={write_fashion_mnist(folder / 'idx')}")
     root = write_digits(folder / "images")
     return (
         "data=imagefolder",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_sets import write_fashion_mnist
 from processes import run_command
 from runs import train_on
 from torch import nn
@@ -74,14 +75,14 @@ np.savez("found.npz", **found)
 
 
 def trained(folder: Path, *words: str) -> Path:
-    """Train two steps on real images of clothes, of which 1,200 are held out, and return the run
-    directory.
-    """
+    """Train two steps, with 1,200 images held out, and return the run directory."""
+    root = write_fashion_mnist(folder / "data", num_train=6000)
     train_on(
         1,
         *words,
         "data=fashion_mnist",
-        "data.validation_fraction=0.02",
+        f"data.root={root}",
+        "data.validation_fraction=0.2",
         "precision=fp32",
         "global_batch_size=64",
         "max_steps=2",

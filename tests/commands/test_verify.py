@@ -10,10 +10,10 @@ import pytest
 from processes import launch, succeed
 from runs import TINY, train_on
 
-from ddp_trainer.commands.verify import RunFiles, check_tensorboard, find_damage
 from ddp_trainer.config.loggers import JsonlConfig, TensorBoardConfig
 from ddp_trainer.observers.loggers.jsonl import JsonlLogger
 from ddp_trainer.observers.loggers.tensorboard import TensorBoardLogger
+from ddp_trainer.tools.verify import RunFiles, check_tensorboard, find_damage
 
 
 @pytest.fixture(scope="module")

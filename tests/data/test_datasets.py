@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from image_sets import needs_fashion_mnist
 from processes import on_ranks
 from runs import compose
 from test_idx import encode
@@ -35,10 +36,6 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import ImageTensors, build_datasets
 from ddp_trainer.data.datasets import fashion_mnist as module
 from ddp_trainer.data.datasets.fashion_mnist import DEBIAN_FOLDER, FILES, download, locate
-
-needs_debians_files = pytest.mark.skipif(
-    not DEBIAN_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist"
-)
 
 
 class Resident(NamedTuple):
@@ -103,7 +100,7 @@ def test_digits_are_split_four_to_one_in_every_class() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["digits", pytest.param("fashion_mnist", marks=needs_debians_files)]
+    "name", ["digits", pytest.param("fashion_mnist", marks=needs_fashion_mnist)]
 )
 def test_the_configured_mean_and_deviation_are_those_of_the_training_images(name: str) -> None:
     config = compose(f"data={name}").data
@@ -152,7 +149,7 @@ def test_a_folder_of_raw_or_compressed_files_is_read(
     assert splits.eval.labels.tolist() == [0, 1, 2, 3]
 
 
-@needs_debians_files
+@needs_fashion_mnist
 def test_debians_files_are_the_real_ones() -> None:
     splits = build_resident(fashion_mnist())
     assert splits.train.images.shape == (60_000, 1, 28, 28)
@@ -244,7 +241,7 @@ def _download(url: str, folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-@needs_debians_files
+@needs_fashion_mnist
 def test_ranks_that_start_at_once_download_once(tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "fashion_mnist"
     with mirror(DEBIAN_FOLDER) as (url, asked):

@@ -106,7 +106,7 @@ class Chromium:
         self.pages: dict[str, Page] = {}
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
-        """Open a file and return its page after it was loaded and has drawn its charts."""
+        """Open a file and return its page after it was loaded."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self.pages[session] = Page(
@@ -124,7 +124,7 @@ class Chromium:
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.send("Emulation.setEmulatedMedia", features=[theme])
         page.send("Page.navigate", url=path.resolve().as_uri())
-        page.wait_for("document.readyState === 'complete' && Boolean(window.__report)")
+        page.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
         return page
 
     def close(self, page: Page) -> None:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.scores.files import replace_folder, write_evaluation
-from ddp_trainer.scores.pictures import captioned_png, confusion_png, thumbnail_png
+from ddp_trainer.scores.pictures import LEFT, TOP, captioned_png, confusion_png, thumbnail_png
 from ddp_trainer.scores.scores import NUM_BINS, WORST, Scores
-from ddp_trainer.tools.report.evaluations import Evaluation
-from ddp_trainer.tools.report.files import RunFiles
+from ddp_trainer.tools.report.evaluations import EvaluationFolder
+from ddp_trainer.tools.report.files import FolderReader
 from ddp_trainer.training.results import ID, SampleResults
 
 CPU = torch.device("cpu")
@@ -190,9 +190,10 @@ def test_the_files_have_the_scores(tmp_path: Path) -> None:
 def test_a_class_name_that_is_not_utf_8_is_the_same_in_all_files(tmp_path: Path) -> None:
     names = [os.fsdecode(b"caf\xe9"), *NAMES[1:]]
     write(tmp_path / "best-test", names=names)
-    evaluation = Evaluation(RunFiles(tmp_path / "best-test"))
-    assert evaluation.matrix.names == list(evaluation.per_class) == names
-    assert {mistake.label for mistake in evaluation.mistakes} == set(range(len(names) - 1))
+    evaluation = EvaluationFolder(FolderReader(tmp_path / "best-test"))
+    assert evaluation.class_names == names
+    assert {name for name, _ in evaluation.class_scores()} == set(names)
+    assert {mistake.label for mistake in evaluation.mistakes} == set(names[:-1])
 
 
 def test_a_second_evaluation_replaces_all_files_of_the_first(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_the_matrix_is_blue_on_the_diagonal_and_orange_beside_it() -> None:
     picture = read_png(confusion_png(confusion, ["a", "b", "c"]))
     cell = 64
     corners = {
-        (r, c): tuple(picture[170 + cell * r + 4, 170 + cell * c + 4])
+        (r, c): tuple(picture[TOP + cell * r + 4, LEFT + cell * c + 4])
         for r in range(3)
         for c in range(3)
     }

@@ -1,3 +1,1 @@
-"""One self-contained HTML file about run directories: curves, step times, evaluations, configs and
-versions.
-"""
+"""One self-contained HTML file about run directories: curves, evaluations, configs and versions."""
