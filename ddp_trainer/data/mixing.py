@@ -1,6 +1,4 @@
-"""Mixup and CutMix: each image of a global batch is mixed with the next one, whatever the number of
-ranks.
-"""
+"""Mixup and CutMix: each image is mixed with the next one of the global batch."""
 
 from typing import NamedTuple
 
@@ -18,14 +16,11 @@ class Mix(NamedTuple):
     weight: float
     """The share of the first image of a pair."""
     box: tuple[int, int, int, int] | None
-    """CutMix: top, left, bottom and right of the part that is replaced. None: mixup, a weighted
-    mean.
-    """
+    """The part that CutMix replaces: top, left, bottom, right. None: mixup, a weighted mean."""
 
 
 class Mixing:
-    """Mixes pairs of images in a way that is drawn once per global batch, from (seed, epoch, step)
-    alone.
+    """Mixes pairs of images, in a way that is a function of (seed, epoch, step) alone.
 
     Source: Zhang et al., mixup, 2017 (arXiv 1710.09412); Yun et al., CutMix, 2019 (arXiv
     1905.04899).
@@ -41,9 +36,7 @@ class Mixing:
         self.seed = seed
 
     def draw(self, *, epoch: int, step: int) -> Mix:
-        """Return how to mix a global batch; if mixup and CutMix are both configured, each is drawn
-        half of the time.
-        """
+        """Return how to mix a global batch; of mixup and CutMix, each is drawn half of the time."""
         chance = np.random.default_rng(
             derive_seed(self.seed, epoch=epoch, step=step, purpose="mix")
         )
@@ -52,26 +45,19 @@ class Mixing:
         weight = float(chance.beta(alpha, alpha))
         if not is_cutmix:
             return Mix(weight, None)
-        row = chance.random() * self.height
-        column = chance.random() * self.width
-        side = (1 - weight) ** 0.5 / 2
-        top, bottom = (
-            round(min(max(row + sign * side * self.height, 0), self.height)) for sign in (-1, 1)
-        )
-        left, right = (
-            round(min(max(column + sign * side * self.width, 0), self.width)) for sign in (-1, 1)
-        )
-        return Mix(
-            1 - (bottom - top) * (right - left) / (self.height * self.width),
-            (top, left, bottom, right),
-        )
+
+        scale = (1 - weight) ** 0.5
+        top, bottom = span(chance.random(), scale, self.height)
+        left, right = span(chance.random(), scale, self.width)
+        cut = (bottom - top) * (right - left) / (self.height * self.width)
+        return Mix(1 - cut, (top, left, bottom, right))
 
     def apply(self, images: Tensor, labels: Tensor, mix: Mix) -> tuple[Tensor, Tensor]:
         """Return mixed images [B, C, H, W] and the probability of each class [B, classes].
 
         images: [2 · B, C, H, W], the images of this rank, then the images to mix them with; labels:
-        int64 [2 · B], in the same order. If a label of a pair is negative (`NO_LABEL`: a bad
-        image), all probabilities of the pair are 0.
+        int64 [2 · B], in the same order. All probabilities of a pair are 0 if one of its labels is
+        negative (`NO_LABEL`: a bad image).
         """
         first, second = images.chunk(2)
         if mix.box is None:
@@ -85,8 +71,12 @@ class Mixing:
         return mixed, own.lerp(other, 1 - mix.weight) * known
 
 
+def span(center: float, scale: float, size: int) -> tuple[int, int]:
+    """Return first pixel and end of a stretch of `size` pixels; center and scale: shares of it."""
+    begin = round(max(center - scale / 2, 0) * size)
+    return begin, round(min(center + scale / 2, 1) * size)
+
+
 def build_mixing(config: AugmentConfig, **options: int) -> Mixing | None:
-    """Return the `Mixing` of `config` with `options`, its other arguments; None if there is no
-    mixup and no CutMix.
-    """
+    """Return `Mixing` with `options`, its other arguments; None without mixup and CutMix."""
     return Mixing(config, **options) if config.mixup > 0 or config.cutmix > 0 else None

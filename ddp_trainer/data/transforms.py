@@ -5,7 +5,7 @@ copy a small tensor to the device, which makes the host wait for the device in e
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,50 +45,33 @@ def color_jitter(images: Tensor, amount: float, random: np.random.Generator) -> 
     return images
 
 
-def warp(images: Tensor, matrix: tuple[tuple[float, float, float], ...]) -> Tensor:
-    """Return images whose pixel (x, y) is the nearest one to `matrix` · (x, y, 1); outside, black.
+def warp(
+    matrix: Callable[[float, int, int], Sequence[Sequence[float]]],
+) -> Callable[[Tensor, float], Tensor]:
+    """Return an operation that moves pixels.
 
-    images: [B, C, H, W]; x and y are measured from the center of the image in pixels.
+    matrix: returns ((a, b, c), (d, e, f)) for a strength, height and width. The pixel (x, y) of the
+    result is the nearest one to (ax + by + c, dx + ey + f), or black outside of the image. x and y
+    are measured from the center of the image in pixels.
     """
-    height, width = images.shape[-2:]
-    x = torch.arange(width, device=images.device) - (width - 1) / 2
-    y = torch.arange(height, device=images.device)[:, None] - (height - 1) / 2
-    columns, rows = (
-        (on_x * x + on_y * y + (shift + (side - 1) / 2)).round().long()
-        for (on_x, on_y, shift), side in zip(matrix, (width, height), strict=True)
-    )
-    is_inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
-    return images[:, :, rows.clamp(0, height - 1), columns.clamp(0, width - 1)] * is_inside
+
+    def operation(images: Tensor, strength: float) -> Tensor:
+        height, width = images.shape[-2:]
+        x = torch.arange(width, device=images.device) - (width - 1) / 2
+        y = torch.arange(height, device=images.device)[:, None] - (height - 1) / 2
+        (a, b, c), (d, e, f) = matrix(strength, height, width)
+        columns = (a * x + b * y + (c + (width - 1) / 2)).round().long()
+        rows = (d * x + e * y + (f + (height - 1) / 2)).round().long()
+        is_inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
+        return images[:, :, rows.clamp(0, height - 1), columns.clamp(0, width - 1)] * is_inside
+
+    return operation
 
 
-def shear_x(images: Tensor, strength: float) -> Tensor:
-    """Return images whose rows are shifted in proportion to their distance from the top."""
-    slope = strength * MAX_SHEAR
-    return warp(images, ((1, slope, slope * images.shape[-2] / 2), (0, 1, 0)))
-
-
-def shear_y(images: Tensor, strength: float) -> Tensor:
-    """Return images whose columns are shifted in proportion to their distance from the left."""
-    slope = strength * MAX_SHEAR
-    return warp(images, ((1, 0, 0), (slope, 1, slope * images.shape[-1] / 2)))
-
-
-def translate_x(images: Tensor, strength: float) -> Tensor:
-    """Return images moved to the right."""
-    return warp(images, ((1, 0, -int(strength * MAX_TRANSLATION * images.shape[-1])), (0, 1, 0)))
-
-
-def translate_y(images: Tensor, strength: float) -> Tensor:
-    """Return images moved down."""
-    return warp(images, ((1, 0, 0), (0, 1, -int(strength * MAX_TRANSLATION * images.shape[-2]))))
-
-
-def rotate(images: Tensor, strength: float) -> Tensor:
-    """Return images turned counterclockwise around their center."""
+def rotation(strength: float, height: int, width: int) -> Sequence[Sequence[float]]:
+    """Return the matrix of a counterclockwise rotation, see `warp`."""
     angle = math.radians(strength * MAX_DEGREES)
-    cosine = math.cos(angle)
-    sine = math.sin(angle)
-    return warp(images, ((cosine, -sine, 0), (sine, cosine, 0)))
+    return (math.cos(angle), -math.sin(angle), 0), (math.sin(angle), math.cos(angle), 0)
 
 
 def sharpen(images: Tensor, strength: float) -> Tensor:
@@ -115,11 +98,11 @@ ADJUSTMENTS: list[Callable[[Tensor, float], Tensor]] = [
     functional.adjust_saturation,
 ]
 OPERATIONS: list[Callable[[Tensor, float], Tensor]] = [
-    shear_x,
-    shear_y,
-    translate_x,
-    translate_y,
-    rotate,
+    warp(lambda s, h, w: ((1, MAX_SHEAR * s, MAX_SHEAR * s * h / 2), (0, 1, 0))),
+    warp(lambda s, h, w: ((1, 0, 0), (MAX_SHEAR * s, 1, MAX_SHEAR * s * w / 2))),
+    warp(lambda s, h, w: ((1, 0, -int(s * MAX_TRANSLATION * w)), (0, 1, 0))),
+    warp(lambda s, h, w: ((1, 0, 0), (0, 1, -int(s * MAX_TRANSLATION * h)))),
+    warp(rotation),
     sharpen,
     *map(change, ADJUSTMENTS),
     lambda images, _: images,
@@ -128,4 +111,7 @@ OPERATIONS: list[Callable[[Tensor, float], Tensor]] = [
     lambda images, _: functional.autocontrast(images),
     lambda images, _: functional.equalize(images),
 ]
-"""The operations of RandAugment on images, uint8 [B, 1 or 3, H, W], of a strength in ±1."""
+"""RandAugment's operations on images, uint8 [B, 1 or 3, H, W], of a strength of ±`STRENGTH`.
+
+The first five shear along x and y, translate along x and y, and rotate.
+"""

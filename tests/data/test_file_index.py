@@ -123,6 +123,17 @@ def save(path: Path, names: np.ndarray) -> None:
         np.savez(file, names=names)
 
 
+def save_version_2(path: Path) -> None:
+    """Change the texts of the index to arrays of bytes."""
+    with np.load(path, allow_pickle=False) as saved:
+        content = dict(saved)
+    texts = {"names": "".join(sorted(NAMES)), "folders": "\0cat\0cat/deep\0dog"}
+    texts["class_names"] = "cat\0dog"
+    content |= {key: np.frombuffer(text.encode(), np.uint8) for key, text in texts.items()}
+    with open(path, "wb") as file:
+        np.savez(file, **content)
+
+
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-100]),
@@ -132,6 +143,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
         path, np.array([Executed(path.with_name("executed"))])
     ),
     "another archive": lambda path: save(path, np.zeros(3)),
+    "an index of version 2": lambda path: save_version_2(path),
 }
 
 

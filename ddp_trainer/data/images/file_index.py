@@ -1,6 +1,4 @@
-"""The image files of a folder: scanned by threads once per node, and kept as one buffer of names in
-a file.
-"""
+"""The image files of a folder: scanned by threads once per node, and saved in a file."""
 
 import hashlib
 import os
@@ -8,7 +6,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,7 @@ from ddp_trainer.config.errors import path_error
 from ddp_trainer.files import lock_file, replace_file
 from ddp_trainer.progress import show_progress
 
-EXTENSIONS = (
-    b".avif",
-    b".bmp",
-    b".gif",
-    b".jpeg",
-    b".jpg",
-    b".png",
-    b".ppm",
-    b".tif",
-    b".tiff",
-    b".webp",
-)
+EXTENSIONS = tuple(b".avif .bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
 IMAGE_FILES = f"files that end in {b', '.join(EXTENSIONS).decode()}"
 SCAN_THREADS = 8
 """Number of threads that scan folders; it does not depend on the cores, because they wait for the
@@ -47,6 +34,18 @@ NUM_CHECKED_FILES = 1000
 its folder.
 """
 
+SAVED = (
+    "class_names",
+    "counts",
+    "names",
+    "ends",
+    "sizes",
+    "times",
+    "folders",
+    "folder_times",
+)
+"""The fields of an index that its file has."""
+
 Array = np.ndarray[Any, np.dtype[Any]]
 File = tuple[bytes, int, int]
 """Name relative to the root folder, size in bytes, and modification time in ns."""
@@ -60,9 +59,7 @@ class FileIndex:
     saved_in: Path
     """The file for this index, even if it could not be saved."""
     class_names: list[str]
-    """The name of each class, by its number: the sorted class folders in `scan`. A class may have
-    no image.
-    """
+    """The name of each class; in `scan`, the sorted class folders. A class may have no image."""
     counts: Array
     """int64 [classes]: number of images of each class."""
     names: bytes
@@ -87,47 +84,49 @@ class FileIndex:
         return os.path.join(os.fsencode(self.root), self.names[start : self.ends[index]])
 
     def digest(self, *, with_times: bool = False) -> str:
-        """Return a digest of names and sizes, equal for copies on other nodes, and of the times if
-        `with_times`.
+        """Return a digest of names and sizes, and of times if `with_times`.
+
+        Without times, it is equal for copies of the files on other nodes.
         """
         digest = hashlib.sha256("\0".join(self.class_names).encode(errors="surrogateescape"))
-        for part in (
-            self.counts,
-            self.names,
-            self.ends,
-            self.sizes,
-            *([self.times] if with_times else []),
-        ):
-            digest.update(part if isinstance(part, bytes) else part.data)
+        digest.update(self.counts.data)
+        digest.update(self.names)
+        digest.update(self.ends.data)
+        digest.update(self.sizes.data)
+        if with_times:
+            digest.update(self.times.data)
         return digest.hexdigest()
 
     def is_current(self) -> bool:
-        """Return whether all folders, and a sample of `NUM_CHECKED_FILES` files, are unchanged
-        since the scan.
+        """Return whether all folders and `NUM_CHECKED_FILES` files are as in the scan.
+
+        Raises OSError if one of them does not exist any more.
         """
-        chosen = np.unique(
-            np.linspace(0, len(self) - 1, min(NUM_CHECKED_FILES, len(self))).astype(np.int64)
-        ).tolist()
-        paths = [
-            *(os.path.join(os.fsencode(self.root), name) for name in self.folders),
-            *map(self.path, chosen),
-        ]
-        try:
-            with ThreadPoolExecutor(SCAN_THREADS) as pool:
-                found = [
-                    (status.st_mtime_ns, status.st_size) for status in pool.map(os.stat, paths)
-                ]
-        except OSError:
-            return False
-        folders = found[: len(self.folders)]
-        files = found[len(self.folders) :]
-        known = list(zip(self.times[chosen].tolist(), self.sizes[chosen].tolist(), strict=True))
-        return [changed for changed, _ in folders] == self.folder_times.tolist() and files == known
+        count = min(NUM_CHECKED_FILES, len(self))
+        chosen = np.unique(np.linspace(0, len(self) - 1, count).astype(np.int64)).tolist()
+        folders = [os.path.join(os.fsencode(self.root), name) for name in self.folders]
+        with ThreadPoolExecutor(SCAN_THREADS) as pool:
+            folder_stats = list(pool.map(os.stat, folders))
+            file_stats = list(pool.map(os.stat, map(self.path, chosen)))
+        return (
+            [stat.st_mtime_ns for stat in folder_stats] == self.folder_times.tolist()
+            and [stat.st_mtime_ns for stat in file_stats] == self.times[chosen].tolist()
+            and [stat.st_size for stat in file_stats] == self.sizes[chosen].tolist()
+        )
+
+
+@contextmanager
+def path_errors() -> Iterator[None]:
+    """Name the path of an OSError inside the context in a ConfigError or TransientError."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
+        raise path_error(error, message) from error
 
 
 def load_index(root: Path, cache_dir: Path) -> FileIndex:
-    """Return the index of `root`: the index saved in `cache_dir` if it is current, else a new one,
-    which is saved.
+    """Return the index of `root` that is saved in `cache_dir`; if it is not current, scan and save.
 
     The processes of a node scan one at a time. If `cache_dir` cannot be written, each process
     scans. If a folder cannot be read, raises ConfigError, or TransientError where the user cannot
@@ -148,40 +147,33 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
 
 
 def scan(root: Path, path: Path) -> FileIndex:
-    """Scan `root` and return its index, which is not saved yet; `path` is the file in which it can
-    be saved.
+    """Scan `root` and return its index. path: the file in which it can be saved.
 
     If a folder cannot be read, raises ConfigError, or TransientError where the user cannot change
     the cause.
     """
-    folders: dict[bytes, int] = {}
-    try:
-        folders[b""] = os.stat(root).st_mtime_ns
-        classes = sorted(
-            entry.name
-            for entry in os.scandir(root)
-            if entry.is_dir() and not entry.name.startswith(".")
-        )
-        with show_progress(f"scanning {root}") as advance, ThreadPoolExecutor(SCAN_THREADS) as pool:
+    with (
+        path_errors(),
+        show_progress(f"scanning {root}") as advance,
+        ThreadPoolExecutor(SCAN_THREADS) as pool,
+    ):
+        folders = {b"": os.stat(root).st_mtime_ns}
+        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+        classes = sorted(entry.name for entry in entries if entry.is_dir())
 
-            def scan_class(name: str) -> list[File]:
-                files = sorted(walk(os.fsencode(root), os.fsencode(name), folders, set()))
-                advance(len(files))
-                return files
+        def scan_class(name: str) -> list[File]:
+            files = sorted(walk(os.fsencode(root), os.fsencode(name), folders, set()))
+            advance(len(files))
+            return files
 
-            parts = list(pool.map(scan_class, classes))
-    except OSError as error:
-        raise path_error(
-            error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
-        ) from error
+        parts = list(pool.map(scan_class, classes))
     return build_index(root, path, classes, parts, folders)
 
 
 def index_files(
     paths: Sequence[Path], labels: Sequence[int], class_names: list[str], cache_dir: Path
 ) -> FileIndex:
-    """Return the index of the files `paths`, whose class numbers are `labels`, sorted by class and
-    name.
+    """Return the index of `paths`, whose class numbers are `labels`, sorted by class and name.
 
     If a file cannot be read, raises ConfigError, or TransientError where the user cannot change the
     cause.
@@ -189,17 +181,12 @@ def index_files(
     names = list(map(os.fsencode, paths))
     root = os.path.commonpath(map(os.path.dirname, names))
     parts: list[list[File]] = [[] for _ in class_names]
-    try:
+    with path_errors():
         for label, name in sorted(zip(labels, names, strict=True)):
             status = os.stat(name)
             parts[label].append((os.path.relpath(name, root), status.st_size, status.st_mtime_ns))
-    except OSError as error:
-        raise path_error(
-            error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
-        ) from error
-    return build_index(
-        Path(os.fsdecode(root)), cache_dir / "none.index", class_names, parts, folders={}
-    )
+    folder = Path(os.fsdecode(root))
+    return build_index(folder, cache_dir / "none.index", class_names, parts, folders={})
 
 
 def build_index(
@@ -215,28 +202,25 @@ def build_index(
     file for the index.
     """
     files = [file for part in parts for file in part]
-    numbers = np.array(
-        [(len(name), size, changed) for name, size, changed in files], dtype=np.int64
-    ).reshape(-1, 3)
+    numbers = np.array([(len(file[0]), *file[1:]) for file in files], np.int64).reshape(-1, 3)
     return FileIndex(
         root=root,
         saved_in=saved_in,
         class_names=class_names,
-        counts=np.array([len(part) for part in parts], dtype=np.int64),
+        counts=np.array(list(map(len, parts)), np.int64),
         names=b"".join(name for name, _, _ in files),
         ends=numbers[:, 0].cumsum(),
         sizes=numbers[:, 1].copy(),
         times=numbers[:, 2].copy(),
         folders=list(folders),
-        folder_times=np.array(list(folders.values()), dtype=np.int64),
+        folder_times=np.array(list(folders.values()), np.int64),
     )
 
 
 def walk(
     root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]
 ) -> Iterator[File]:
-    """Yield name (relative to `root`), size and modification time of each image in `folder` and
-    below it.
+    """Yield each image in `folder` and below it as a `File` relative to `root`.
 
     Each folder is read once: its device and inode are added to `visited`, its modification time in
     ns to `folders`.
@@ -261,38 +245,22 @@ def walk(
 
 
 def save_index(index: FileIndex) -> FileIndex:
-    """Return `index`, after trying to write it to its file if no folder changed in the last
-    `MIN_AGE_SECONDS`.
-    """
+    """Return `index`, after trying to save it unless a folder changed just now."""
     if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
-        texts = {"names": index.names, "folders": b"\0".join(index.folders)}
-        texts["class_names"] = b"\0".join(map(os.fsencode, index.class_names))
-        arrays = {key: np.frombuffer(text, np.uint8) for key, text in texts.items()}
-        arrays |= {
-            name: getattr(index, name)
-            for name in ("counts", "ends", "sizes", "times", "folder_times")
-        }
+        content: dict[str, Any] = {name: getattr(index, name) for name in SAVED}
         with suppress(OSError), replace_file(index.saved_in) as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, allow_pickle=False, **content)
     return index
 
 
 def read_index(path: Path, root: Path) -> FileIndex | None:
-    """Return the index in `path`; None if the file is missing or damaged, or the images have
-    changed.
-    """
+    """Return the index in `path`; None if it is missing, damaged or not current."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
-            arrays: dict[str, Any] = dict(saved)
-        texts = {key: arrays.pop(key).tobytes() for key in ("names", "folders", "class_names")}
-        index = FileIndex(
-            root=root,
-            saved_in=path,
-            names=texts["names"],
-            folders=texts["folders"].split(b"\0"),
-            class_names=[os.fsdecode(name) for name in texts["class_names"].split(b"\0")],
-            **arrays,
-        )
+            content: dict[str, Any] = dict(saved)
+        for name in ("class_names", "names", "folders"):
+            content[name] = content[name].tolist()
+        index = FileIndex(root=root, saved_in=path, **content)
+        return index if index.is_current() else None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
         return None
-    return index if index.is_current() else None
