@@ -3,31 +3,41 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ddp_trainer.config.data import DataConfig as DataConfig
-from ddp_trainer.config.errors import ConfigError as ConfigError
-from ddp_trainer.config.loggers import LoggerConfig as LoggerConfig
-from ddp_trainer.config.models import ModelConfig as ModelConfig
-from ddp_trainer.config.schema import Config as Config
-from ddp_trainer.config.sync import SyncConfig as SyncConfig
-from ddp_trainer.registry import register_dataset as register_dataset
-from ddp_trainer.registry import register_logger as register_logger
-from ddp_trainer.registry import register_model as register_model
-from ddp_trainer.registry import register_sync as register_sync
-from ddp_trainer.version import __version__ as __version__
+from ddp_trainer.config.data import DataConfig
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.loggers import LoggerConfig
+from ddp_trainer.config.losses import LossConfig
+from ddp_trainer.config.metrics import MetricConfig
+from ddp_trainer.config.models import ModelConfig
+from ddp_trainer.config.observers import ObserverConfig
+from ddp_trainer.config.optimizers import OptimizerConfig
+from ddp_trainer.config.schedulers import SchedulerConfig
+from ddp_trainer.config.schema import Config
+from ddp_trainer.config.sync import SyncConfig
+from ddp_trainer.registry import (
+    register_dataset,
+    register_logger,
+    register_loss,
+    register_metric,
+    register_model,
+    register_observer,
+    register_optimizer,
+    register_scheduler,
+    register_sync,
+)
+from ddp_trainer.version import __version__
 
 if TYPE_CHECKING:
-    from ddp_trainer.data.dataset import Datasets as Datasets
-    from ddp_trainer.data.dataset import ImageTensors as ImageTensors
-    from ddp_trainer.distributed.process_group import World as World
-    from ddp_trainer.observers.loggers.base import Logger as Logger
-    from ddp_trainer.sync.base import GradientSync as GradientSync
-    from ddp_trainer.tools.classifier import Classifier as Classifier
-    from ddp_trainer.tools.classifier import load as load
-    from ddp_trainer.training.run import Observer as Observer
-    from ddp_trainer.training.run import TrainingRun as TrainingRun
-    from ddp_trainer.training_run import run as run
+    from ddp_trainer.data.dataset import Datasets, ImageTensors
+    from ddp_trainer.distributed.process_group import World
+    from ddp_trainer.launchers.local import launch
+    from ddp_trainer.observers.loggers.base import Logger
+    from ddp_trainer.sync.base import GradientSync
+    from ddp_trainer.tools.classifier import Classifier, load
+    from ddp_trainer.training.run import Observer, TrainingRun
+    from ddp_trainer.training_run import run
 
-_MODULES = {
+_IMPORTS_TORCH = {
     "Classifier": "tools.classifier",
     "Datasets": "data.dataset",
     "GradientSync": "sync.base",
@@ -36,15 +46,49 @@ _MODULES = {
     "Observer": "training.run",
     "TrainingRun": "training.run",
     "World": "distributed.process_group",
+    "launch": "launchers.local",
     "load": "tools.classifier",
     "run": "training_run",
 }
 
+__all__ = [
+    "Classifier",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "Datasets",
+    "GradientSync",
+    "ImageTensors",
+    "Logger",
+    "LoggerConfig",
+    "LossConfig",
+    "MetricConfig",
+    "ModelConfig",
+    "Observer",
+    "ObserverConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "SyncConfig",
+    "TrainingRun",
+    "World",
+    "__version__",
+    "launch",
+    "load",
+    "register_dataset",
+    "register_logger",
+    "register_loss",
+    "register_metric",
+    "register_model",
+    "register_observer",
+    "register_optimizer",
+    "register_scheduler",
+    "register_sync",
+    "run",
+]
+
 
 def __getattr__(name: str) -> Any:
-    """Return the public object `name`, imported at its first use so that ``--help`` does not import
-    torch.
-    """
-    if name not in _MODULES:
+    """Return the public object `name`, imported when first needed: --help imports no torch."""
+    if name not in _IMPORTS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ddp_trainer.{_MODULES[name]}"), name)
+    return getattr(import_module(f"ddp_trainer.{_IMPORTS_TORCH[name]}"), name)

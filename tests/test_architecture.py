@@ -16,12 +16,13 @@ from processes import clean_environment
 import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
-LEAVES = {"version", "runtime", "progress", "registry", "config", "files"}
+LEAVES = {"version", "timing", "runtime", "progress", "registry", "config", "files"}
 RANKS = LEAVES | {"distributed"}
 PARTS = {"data", "models", "sync", "checkpoint"}
 CORE = RANKS | PARTS | {"training"}
 MAY_IMPORT = {
     "version": set[str](),
+    "timing": set[str](),
     "runtime": set[str](),
     "progress": set[str](),
     "registry": set[str](),

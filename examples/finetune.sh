@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Fine-tune a model on a folder of pictures, then score it, export it and write a report:
+#
+#     examples/finetune.sh PICTURES WEIGHTS [KEY=VALUE …]
+#
+# PICTURES has a folder per class; a fifth of the pictures is held out. WEIGHTS is a file of weights
+# for the model (torchvision's, timm's or your own), or null for random ones.
+set -euo pipefail
+pictures=$1
+weights=$2
+shift 2
+run=${RUN:-outputs/finetune}
+
+python=${PYTHON:-python}
+train=("$python" -m torch.distributed.run --nnodes=1 --nproc_per_node="${NPROC:-2}" --master-port="${PORT:-29500}"
+       -m ddp_trainer)
+
+"${train[@]}" experiment=finetune "data.root=$pictures" "model.weights=$weights" \
+    "output_dir=$(dirname "$run")" "name=$(basename "$run")" "$@"
+"$python" -m ddp_trainer evaluate "$run"
+"$python" -m ddp_trainer export "$run" format=safetensors
+"$python" -m ddp_trainer report "$run"

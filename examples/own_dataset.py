@@ -1,0 +1,61 @@
+"""A data set of your own, made of pictures that are drawn: python examples/own_dataset.py
+
+    export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_dataset
+    torchrun --nproc_per_node=2 -m ddp_trainer data=bars model=lenet
+
+A split is a map-style data set of (uint8 [C, H, W], int), which threads read in advance. With a
+method `read` and a tensor `labels` it gets what image folders get: random crops that are chosen by
+seed, epoch and position, and a validation split with the same share of each class.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ddp_trainer import Config, DataConfig, Datasets, launch, register_dataset
+from ddp_trainer.config.data import FileAugmentConfig
+from ddp_trainer.config.models import LeNetConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class BarsConfig(DataConfig):
+    name: str = "bars"
+    count: int = 480
+    """Number of training images; a quarter as many are for evaluation."""
+    augment: FileAugmentConfig = field(default_factory=FileAugmentConfig)
+
+
+class Bars(Dataset[tuple[Tensor, int]]):
+    """Pictures of 16×16 pixels with a horizontal (class 0) or a vertical bar (class 1)."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.labels = torch.arange(count) % 2
+        self.places = torch.randint(3, 13, (count,), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.read(index, None)
+
+    def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
+        """Return an image. draws: four numbers in [0, 1) for a random crop; None: in evaluation."""
+        shift = 0 if draws is None else round(4 * draws[0]) - 2
+        image = torch.zeros(16, 16, dtype=torch.uint8)
+        image[int(self.places[index]) + shift] = 255
+        label = int(self.labels[index])
+        return (image.T if label else image)[None], label
+
+
+@register_dataset("bars", BarsConfig)
+def build_bars(config: BarsConfig) -> Datasets:
+    evaluation = Bars(config.count // 4, seed=1)
+    return Datasets(Bars(config.count, seed=0), evaluation, ["horizontal", "vertical"])
+
+
+if __name__ == "__main__":
+    config = Config(model=LeNetConfig(), data=BarsConfig(), epochs=3, global_batch_size=48)
+    print(f"top-1 {launch(config, num_ranks=2).eval_top1:.4f}")

@@ -1,0 +1,43 @@
+"""A metric of your own, balanced accuracy: python examples/own_metric.py
+
+On the command line it is a choice of the group metric, which is a list:
+
+    export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_metric
+    torchrun --nproc_per_node=2 -m ddp_trainer metric=[own_balanced] model=lenet
+
+A metric is computed on rank 0 from the results of all ranks, each sample once, and is logged as
+eval/own_balanced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_trainer import Config, MetricConfig, launch, register_metric
+from ddp_trainer.config.models import LeNetConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class BalancedConfig(MetricConfig):
+    name: str = "own_balanced"
+
+
+@register_metric("own_balanced", BalancedConfig)
+def build_balanced(config: BalancedConfig) -> Callable[[Tensor, Tensor], float]:
+    """Return a function of probabilities, float32 [N, C], and labels, int64 [N]."""
+
+    def balanced_accuracy(probabilities: Tensor, labels: Tensor) -> float:
+        is_correct = probabilities.argmax(1) == labels
+        recalls = [is_correct[labels == label].double().mean() for label in labels.unique()]
+        return float(torch.stack(recalls).mean())
+
+    return balanced_accuracy
+
+
+if __name__ == "__main__":
+    metric = {"own_balanced": BalancedConfig()}
+    config = Config(model=LeNetConfig(), metric=metric, epochs=5, name="own_metric")
+    summary = launch(config, num_ranks=2)
+    print(f"top-1 {summary.eval_top1:.4f} after {summary.steps} steps")
