@@ -1,11 +1,10 @@
-"""A data set of your own, made of pictures that are drawn: python examples/own_dataset.py
+"""A data set of your own, whose pictures are drawn: python examples/own_dataset.py
 
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_dataset
     torchrun --nproc_per_node=2 -m ddp_trainer data=bars model=lenet
 
-A split is a map-style data set of (uint8 [C, H, W], int), which threads read in advance. With a
-method `read` and a tensor `labels` it gets what image folders get: random crops that are chosen by
-seed, epoch and position, and a validation split with the same share of each class.
+A split is a map-style data set of (uint8 [C, H, W], int), which threads read in advance. With
+`read` and `labels` it gets what image folders get: random crops, and a stratified hold-out.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from ddp_trainer.config.models import LeNetConfig
 class BarsConfig(DataConfig):
     name: str = "bars"
     count: int = 480
-    """Number of training images; a quarter as many are for evaluation."""
+    """Training images; a quarter as many are for evaluation."""
     augment: FileAugmentConfig = field(default_factory=FileAugmentConfig)
 
 
@@ -43,8 +42,8 @@ class Bars(Dataset[tuple[Tensor, int]]):
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
         """Return an image. draws: four numbers in [0, 1) for a random crop; None: in evaluation."""
-        shift = 0 if draws is None else round(4 * draws[0]) - 2
         image = torch.zeros(16, 16, dtype=torch.uint8)
+        shift = 0 if draws is None else round(4 * draws[0]) - 2
         image[int(self.places[index]) + shift] = 255
         label = int(self.labels[index])
         return (image.T if label else image)[None], label
@@ -52,8 +51,8 @@ class Bars(Dataset[tuple[Tensor, int]]):
 
 @register_dataset("bars", BarsConfig)
 def build_bars(config: BarsConfig) -> Datasets:
-    evaluation = Bars(config.count // 4, seed=1)
-    return Datasets(Bars(config.count, seed=0), evaluation, ["horizontal", "vertical"])
+    splits = Bars(config.count, seed=0), Bars(config.count // 4, seed=1)
+    return Datasets(*splits, class_names=["horizontal", "vertical"])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def build_balanced(config: BalancedConfig) -> Callable[[Tensor, Tensor], float]:
 
 
 if __name__ == "__main__":
-    metric = {"own_balanced": BalancedConfig()}
-    config = Config(model=LeNetConfig(), metric=metric, epochs=5, name="own_metric")
+    config = Config(
+        model=LeNetConfig(), metric={"own_balanced": BalancedConfig()}, epochs=5, name="own_metric"
+    )
     summary = launch(config, num_ranks=2)
     print(f"top-1 {summary.eval_top1:.4f} after {summary.steps} steps")

@@ -47,7 +47,11 @@ class StopBelow(Observer):
 
 
 if __name__ == "__main__":
-    observer = {"stop_below": StopBelowConfig(loss=1.5)}
-    config = Config(model=LeNetConfig(), observer=observer, epochs=50, name="own_observer")
+    config = Config(
+        model=LeNetConfig(),
+        observer={"stop_below": StopBelowConfig(loss=1.5)},
+        epochs=50,
+        name="own_observer",
+    )
     summary = launch(config, num_ranks=2)
     print(f"{summary.status} after {summary.steps} steps: {summary.stop_reason}")
