@@ -153,11 +153,6 @@ class StatusBoard:
         key = f"status/{rank}"
         return RankStatus(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
-    def is_last(self, status: RankStatus) -> bool:
-        """Return whether `status` is the last heartbeat of its rank."""
-        last = self.status(status.rank)
-        return last is not None and last.heartbeat == status.heartbeat
-
     def others(self) -> list[RankStatus]:
         """Return the last heartbeat of each other rank that has one."""
         ranks = (rank for rank in range(self.world.world_size) if rank != self.world.rank)
@@ -194,6 +189,11 @@ def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
         position = f"{stack.phase} after step {stack.step}, at {stack.place}"
         groups.setdefault(position, []).append(stack.rank)
     return [f"{list_ranks(ranks)}: {position}" for position, ranks in groups.items()]
+
+
+def stacks_text(stacks: Sequence[RankStatus]) -> str:
+    """Return the `grouped_lines` and the stacks of all ranks."""
+    return "\n".join([*grouped_lines(stacks), "", *(stack.text() for stack in stacks)])
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
