@@ -29,7 +29,6 @@ from ddp_trainer.distributed.waiting import is_waiting
 from ddp_trainer.observers.failures.report import REPORTED, Reporter, error_lines
 from ddp_trainer.observers.failures.stack_exchange import PROCESSES, STACKS, StackExchange
 from ddp_trainer.observers.failures.status import (
-    ChangeClock,
     ProgressClock,
     RankStatus,
     StatusBoard,
@@ -93,9 +92,11 @@ class FailureMonitor(Observer):
         self._max_still = max(STILL_SHARE * timeout_seconds, self._max_silence)
         self._launcher = os.getppid() if environment.under_torchrun else None
         self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
-        self._silence = ChangeClock()
+        self._last_heartbeat = 0.0
+        """The last heartbeat of the next rank, which has been silent for `_silence_seconds`."""
+        self._silence_seconds = 0.0
         self._reporter = Reporter(run_dir, environment)
-        self._board = StatusBoard(world, environment)
+        self._board = StatusBoard(world)
         self._stacks = StackExchange(self._board, self._own_status)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
@@ -162,14 +163,24 @@ class FailureMonitor(Observer):
             if not self._done.wait(GRACE_SECONDS):
                 self._exit(1)
             return
-        neighbour = self._board.status((self._world.rank + 1) % self._world.world_size)
-        self._silence.update(neighbour and neighbour.heartbeat, elapsed)
-        if neighbour is not None and self._silence.seconds > self._max_silence:
-            self._end_job(f"has not answered for {self._silence.seconds:.0f} s", neighbour.rank)
+        self._check_neighbour(elapsed)
         if self._is_hung():
-            self._end_job(f"has made no progress for {self._progress.idle.seconds:.0f} s")
+            self._end_job(f"has made no progress for {self._progress.idle_seconds:.0f} s")
         if self._stacks.file.has_grown():  # by SIGQUIT
             self._show_stacks()
+
+    def _check_neighbour(self, elapsed: float) -> None:
+        """End the job if the next rank sends no heartbeats any more."""
+        neighbour = self._board.status((self._world.rank + 1) % self._world.world_size)
+        if neighbour is None:  # it has left its monitor
+            return
+        if neighbour.heartbeat != self._last_heartbeat:
+            self._last_heartbeat = neighbour.heartbeat
+            self._silence_seconds = 0.0
+            return
+        self._silence_seconds += elapsed
+        if self._silence_seconds > self._max_silence:
+            self._end_job(f"has not answered for {self._silence_seconds:.0f} s", neighbour.rank)
 
     def _publish(self) -> None:
         status = self._own_status()
@@ -183,8 +194,8 @@ class FailureMonitor(Observer):
             phase=self.phase.value,
             step=self.step,
             heartbeat=time.time(),
-            idle_seconds=self._progress.idle.seconds,
-            still_seconds=self._progress.still.seconds,
+            idle_seconds=self._progress.idle_seconds,
+            still_seconds=self._progress.still_seconds,
             is_waiting=is_waiting(),
         )
 
@@ -194,7 +205,7 @@ class FailureMonitor(Observer):
         The job hangs if this rank does not wait for other ranks, or if all other ranks make no
         progress either.
         """
-        if self._progress.idle.seconds <= self._max_silence or self.phase.may_take_any_time:
+        if self._progress.idle_seconds <= self._max_silence or self.phase.may_take_any_time:
             return False
         return not is_waiting() or all(
             status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
