@@ -1,6 +1,4 @@
-"""Settings of the memory allocator and of the garbage collector that make steps and starts
-faster.
-"""
+"""Settings of memory allocator and garbage collector that make steps and starts faster."""
 
 import ctypes
 import gc
@@ -15,8 +13,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
-    """Set glibc's allocator to keep freed blocks up to 32 MiB, so that each step reuses the memory
-    of the step before.
+    """Let glibc keep freed blocks up to 32 MiB, so that a step reuses the memory of the last one.
 
     By default glibc returns a freed block to the system if it is larger than 128 KiB and than all
     that were freed before, and also much free memory at the end of the heap. What is mapped again
@@ -30,8 +27,7 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def disable_gc() -> Iterator[None]:
-    """Disable garbage collection inside the context, because importing torch takes 0.5 s less CPU
-    time without it.
+    """Disable garbage collection inside the context: importing torch takes 0.5 s less without it.
 
     If torch was imported inside, later collections skip all objects that exist at the end of the
     context. They do not skip newer objects, because a DDP module that is never collected aborts the

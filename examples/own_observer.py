@@ -34,7 +34,7 @@ class StopBelow(Observer):
         self.count = 0
 
     def on_log(self, run: TrainingRun) -> None:
-        loss = run.values["train/loss"]
+        loss = float(run.values["train/loss"])
         self.count = self.count + 1 if loss < self.config.loss else 0
         if self.count == self.config.windows:
             run.request_stop(f"the loss {loss:.4f} is below {self.config.loss}")

@@ -1,3 +1,1 @@
-"""The process group and the parts around it: environment, seeds, failure monitor and
-graceful stop.
-"""
+"""The process group, and what it needs: environment, seeds, waiting and graceful stop."""

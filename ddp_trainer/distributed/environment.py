@@ -1,5 +1,6 @@
-"""The environment variables, cores, network interface and versions of this process. Imports no
-torch.
+"""The environment variables, cores, network interface and versions of this process.
+
+Imports no torch.
 
 Other modules may set environment variables and pass them on to processes that they start, but they
 read none.
@@ -80,8 +81,9 @@ class Environment:
         require(0 < port < 2**16, f"MASTER_PORT={port} must be 1 to 65535: {FIX}")
 
     def record_start(self) -> None:
-        """Write a file that makes `is_restart` true in later starts: torchrun's count omits
-        restarts for a new node.
+        """Write a file that makes `is_restart` true in later starts.
+
+        torchrun's own count omits restarts for a new node.
         """
         if marker := _start_marker(self.error_file):
             with suppress(OSError):  # a full disk must not end a start
@@ -104,13 +106,8 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         node=variables.get("SLURMD_NODENAME") or socket.gethostname(),
         has_agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
-    present = [name for name in ("RANK", "WORLD_SIZE") if name in variables]
-    if not present:
+    if not _is_under_torchrun(variables):
         return environment
-    if missing := [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]:
-        raise ConfigError(
-            f"{present[0]}={variables[present[0]]} is set without {', '.join(missing)}: {FIX}"
-        )
     ranks: dict[str, Any] = {name.lower(): _count(name, variables) for name in COUNTS}
     return replace(
         environment,
@@ -119,6 +116,15 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         under_torchrun=True,
         error_file=error_file,
     )
+
+
+def _is_under_torchrun(variables: Mapping[str, str]) -> bool:
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in variables]
+    missing = [name for name in (*COUNTS, "MASTER_ADDR") if not variables.get(name)]
+    if present and missing:
+        text = f"{present[0]}={variables[present[0]]} is set without {', '.join(missing)}"
+        raise ConfigError(f"{text}: {FIX}")
+    return bool(present)
 
 
 def _count(name: str, variables: Mapping[str, str]) -> int:
@@ -135,8 +141,7 @@ def _was_started(error_file: str | None) -> bool:
 
 
 def _start_marker(error_file: str | None) -> Path | None:
-    """Return the path of the file that `record_start` writes; None if `error_file` is None or not
-    torchrun's.
+    """Return the path of the file that `record_start` writes; None without torchrun's error file.
 
     Each torchrun process has one such file for each local rank, the same after a restart.
     torchrun's error file is ``<folder of the torchrun process>/attempt_<restart count>/<local
@@ -151,9 +156,7 @@ def _start_marker(error_file: str | None) -> Path | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks. Imports no torch; ConfigError if one is
-    not installed.
-    """
+    """Return the versions that must be equal on all ranks; ConfigError if one is not installed."""
     versions = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "torchvision"):
         try:
@@ -188,15 +191,9 @@ def c_compilers(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the `count` GPUs that this process may use, in the form of
-    CUDA_VISIBLE_DEVICES.
-    """
-    names = variables.get("CUDA_VISIBLE_DEVICES")
-    return (
-        [name.strip() for name in names.split(",")][:count]
-        if names
-        else [str(number) for number in range(count)]
-    )
+    """Return the names that CUDA_VISIBLE_DEVICES has for the `count` GPUs of this process."""
+    names = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in names.split(",")][:count]
 
 
 def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
@@ -210,8 +207,9 @@ def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
-    """Make Linux kill this process when torchrun ends: a signal can end torchrun and leave new
-    ranks running.
+    """Make Linux kill this process when torchrun ends.
+
+    A signal can end torchrun while it starts ranks, and leave them running.
     """
     if "TORCHELASTIC_RUN_ID" in variables and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -220,9 +218,7 @@ def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
 def set_interface(
     environment: Environment, variables: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set the network interface of gloo and NCCL to the one that routes to rank 0, unless the user
-    has chosen one.
-    """
+    """Set the interface of gloo and NCCL to the one towards rank 0, unless the user has set it."""
     is_one_node = environment.world_size == environment.local_world_size
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -232,9 +228,7 @@ def set_interface(
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the name of the network interface that routes to `host` over IPv4; None if it is not
-    known.
-    """
+    """Return the network interface that routes to `host` over IPv4; None if it is not known."""
     with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
         for _, name in socket.if_nameindex():
@@ -246,9 +240,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and the CPU quota of the
-    container.
-    """
+    """Return how many cores this process may use, by its affinity and its container's quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

@@ -1,6 +1,4 @@
-"""The graceful stop: a signal or a stop file sets a flag, and the trainer reads the flag at its
-control points.
-"""
+"""The graceful stop: a signal or a stop file sets a flag that training reads at control points."""
 
 import os
 import signal
@@ -14,8 +12,9 @@ from ddp_trainer.config.errors import ConfigError
 
 
 class GracefulStop:
-    """A flag that is set by SIGTERM, SIGINT or the stop file; ConfigError if the file's folder
-    cannot be read.
+    """A flag that is set by SIGTERM, SIGINT or the stop file.
+
+    Raises ConfigError if the stop file's folder cannot be read.
 
     A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends,
     is ignored if torchrun has not started this process, or if nohup or a launch script has set it

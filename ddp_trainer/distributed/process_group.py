@@ -91,8 +91,9 @@ class World:
         return self.broadcast(buffer).cpu().numpy().tobytes()
 
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
-        """Return ``attempt()``, or raise the ConfigError or TransientError that it raises on a rank
-        on all ranks. Collective.
+        """Return ``attempt()``, or raise on all ranks the error that it raises on one. Collective.
+
+        Only ConfigError and TransientError are passed on to other ranks.
 
         The raised error is that of the lowest failing rank. Its message names that rank, unless
         that rank is rank 0 or all ranks fail with the same error.
@@ -125,8 +126,7 @@ def process_group(
     num_threads: int | str,
     timeout_seconds: int,
 ) -> Iterator[World]:
-    """Join the process group, yield this rank's `World`, and leave the group unless it was there
-    before. Collective: every rank must call this.
+    """Join the process group, yield this rank's `World`, and leave the group. Collective.
 
     A process joins at most once: the later jobs of a sweep use the group of the first. Every
     reference to a DDP module must be gone at the end of the context.
@@ -212,8 +212,7 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
 
 
 def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
-    """Call ``attempt()`` before joining the process group. Return a function that returns its
-    result after joining.
+    """Call ``attempt()`` before joining; return a function that returns the result after joining.
 
     All ranks must call that function with the group's `World`. It returns the result, or raises on
     all ranks the ConfigError or TransientError that ``attempt()`` has raised on one of them.

@@ -20,8 +20,7 @@ POLL_SECONDS = 0.02
 
 @contextmanager
 def announce_busy(environment: Environment) -> Iterator[None]:
-    """Let other ranks in `join_round` begin their timeout anew every `BUSY_SECONDS` inside the
-    context.
+    """Restart the timeout of other ranks in `join_round` every `BUSY_SECONDS` inside the context.
 
     Only possible if a torchrun process, not rank 0, runs the store.
     """
@@ -49,8 +48,7 @@ def announce_busy(environment: Environment) -> Iterator[None]:
 
 
 def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a view of `store` only for the ranks of the latest (re)start. Collective: every rank
-    must call this.
+    """Return a view of `store` for the ranks of the latest (re)start only. Collective.
 
     torchrun keeps its store when it restarts the ranks, and with it the addresses of processes that
     have ended: gloo would connect to those, and fail or wait forever. So each process writes a
@@ -67,8 +65,7 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
     store.set(arrived[rank], nonce)
     for _ in _polls(store, timeout):
         if rank == 0:
-            nonces = [store.get(key).decode() for key in arrived if store.check([key])]
-            store.set("round", json.dumps([own_name, *nonces]))
+            _publish_name(store, own_name, arrived)
         name = _accepted_name(store, nonce)
         if name is None:
             continue
@@ -84,6 +81,11 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
         f"{world_size - len(missing)} of {world_size} ranks came within"
         f" {timeout.total_seconds():.0f} s, missing: {', '.join(missing)}"
     )
+
+
+def _publish_name(store: dist.Store, name: str, arrived: list[str]) -> None:
+    nonces = [store.get(key).decode() for key in arrived if store.check([key])]
+    store.set("round", json.dumps([name, *nonces]))
 
 
 def _accepted_name(store: dist.Store, nonce: str) -> str | None:

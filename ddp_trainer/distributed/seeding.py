@@ -16,9 +16,7 @@ def derive_seed(seed: int, *, epoch: int = 0, step: int = 0, purpose: str) -> in
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed torch's default generators of the CPU and of GPUs, 30 times as fast as
-    `torch.manual_seed`.
-    """
+    """Seed torch's default generators, 30 times as fast as `torch.manual_seed`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(seed)  # sync=replicas and data_parallel use several GPUs

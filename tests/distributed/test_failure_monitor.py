@@ -19,7 +19,6 @@ from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import process_group
-from ddp_trainer.observers.failures import monitor as failure_monitor
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.failures.report import command_to_continue
 from ddp_trainer.training.phase import Phase
@@ -169,7 +168,6 @@ def test_two_ranks_that_see_the_same_failure_report_it_once(tmp_path: Path) -> N
 
 
 def show_stacks(rank: int, monitor: FailureMonitor) -> None:
-    failure_monitor.MAX_GROUPS = 1
     with redirect_stderr(StringIO()) as shown:
         os.kill(os.getpid(), signal.SIGQUIT)
         progress(monitor, seconds=4)
@@ -178,7 +176,7 @@ def show_stacks(rank: int, monitor: FailureMonitor) -> None:
     )
 
 
-def test_sigquit_prints_all_stacks_however_many_groups_there_are(tmp_path: Path) -> None:
+def test_sigquit_prints_the_places_and_all_stacks(tmp_path: Path) -> None:
     assert on_ranks(1, run_monitored, show_stacks, str(tmp_path), 30.0) == [""]
 
 

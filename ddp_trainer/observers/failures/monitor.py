@@ -1,5 +1,4 @@
-"""The failure monitor: the root cause of a failure is reported once, and no rank hangs or outlives
-its launcher.
+"""The failure monitor: one report of the root cause, and no rank that hangs or is left alone.
 
 Each rank publishes its status in a store with every heartbeat. The first rank to report a failure
 is the root cause, and the others report nothing. A rank without heartbeats is reported by its
@@ -30,12 +29,12 @@ from ddp_trainer.distributed.waiting import is_waiting
 from ddp_trainer.observers.failures.report import REPORTED, Reporter, error_lines
 from ddp_trainer.observers.failures.stack_exchange import PROCESSES, STACKS, StackExchange
 from ddp_trainer.observers.failures.status import (
-    ChangeClock,
     ProgressClock,
     RankStatus,
     StatusBoard,
     absent_ranks,
     grouped_lines,
+    stacks_text,
 )
 from ddp_trainer.registry import PluginError
 from ddp_trainer.training.phase import MAY_TAKE_ANY_TIME, Phase
@@ -66,8 +65,9 @@ LOST = "was lost (killed, perhaps by the kernel because memory was full), last s
 
 
 class FailureMonitor(Observer):
-    """Monitors this rank, the next rank and the launcher inside the context. Collective: every rank
-    must construct one.
+    """Monitors this rank, the next rank and the launcher inside the context.
+
+    Collective: every rank must construct one.
     """
 
     def __init__(
@@ -92,9 +92,11 @@ class FailureMonitor(Observer):
         self._max_still = max(STILL_SHARE * timeout_seconds, self._max_silence)
         self._launcher = os.getppid() if environment.under_torchrun else None
         self._progress = ProgressClock(can_be_busy=world.device.type == "cpu")
-        self._silence = ChangeClock()
+        self._last_heartbeat = 0.0
+        """The last heartbeat of the next rank, which has been silent for `_silence_seconds`."""
+        self._silence_seconds = 0.0
         self._reporter = Reporter(run_dir, environment)
-        self._board = StatusBoard(world, environment)
+        self._board = StatusBoard(world)
         self._stacks = StackExchange(self._board, self._own_status)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
@@ -120,13 +122,15 @@ class FailureMonitor(Observer):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         is_user_error = isinstance(error, ConfigError | TransientError | PluginError)
+        is_root_cause = False
         if isinstance(error, Exception) and not is_user_error:
-            self._fail(error)
-        self._done.set()
-        self._thread.join()
+            is_root_cause = self._fail(error)
+            error.add_note(REPORTED)
+        self._stop_thread()
         self._board.leave()
         self._stacks.file.close()
-        self._reporter.withdraw()
+        if not is_root_cause:
+            self._reporter.withdraw()
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -146,24 +150,37 @@ class FailureMonitor(Observer):
                 self._beat(elapsed)
 
     def _beat(self, elapsed: float) -> None:
-        """Publish this rank's status, and check all that may end the job. elapsed: since the last
-        call.
+        """Publish this rank's status, and check everything that may end the job.
+
+        elapsed: the seconds since the last call.
         """
         self._publish()
-        has_root_cause = self._board.has_root_cause()  # before answer(): its rank may have asked
+        # looked up before the answer, because the rank that reports a hang asks first
+        has_root_cause = self._board.has_root_cause()
         self._stacks.answer()
         if has_root_cause:
             self._emit_failure()
             if not self._done.wait(GRACE_SECONDS):
                 self._exit(1)
-        neighbour = self._board.status((self._world.rank + 1) % self._world.world_size)
-        self._silence.update(neighbour and neighbour.heartbeat, elapsed)
-        if neighbour is not None and self._silence.seconds > self._max_silence:
-            self._end_job(f"has not answered for {self._silence.seconds:.0f} s", neighbour.rank)
+            return
+        self._check_neighbour(elapsed)
         if self._is_hung():
-            self._end_job(f"has made no progress for {self._progress.idle.seconds:.0f} s")
+            self._end_job(f"has made no progress for {self._progress.idle_seconds:.0f} s")
         if self._stacks.file.has_grown():  # by SIGQUIT
             self._show_stacks()
+
+    def _check_neighbour(self, elapsed: float) -> None:
+        """End the job if the next rank sends no heartbeats any more."""
+        neighbour = self._board.status((self._world.rank + 1) % self._world.world_size)
+        if neighbour is None:  # it has left its monitor
+            return
+        if neighbour.heartbeat != self._last_heartbeat:
+            self._last_heartbeat = neighbour.heartbeat
+            self._silence_seconds = 0.0
+            return
+        self._silence_seconds += elapsed
+        if self._silence_seconds > self._max_silence:
+            self._end_job(f"has not answered for {self._silence_seconds:.0f} s", neighbour.rank)
 
     def _publish(self) -> None:
         status = self._own_status()
@@ -177,8 +194,8 @@ class FailureMonitor(Observer):
             phase=self.phase.text,
             step=self.step,
             heartbeat=time.time(),
-            idle_seconds=self._progress.idle.seconds,
-            still_seconds=self._progress.still.seconds,
+            idle_seconds=self._progress.idle_seconds,
+            still_seconds=self._progress.still_seconds,
             is_waiting=is_waiting(),
         )
 
@@ -188,7 +205,7 @@ class FailureMonitor(Observer):
         The job hangs if this rank does not wait for other ranks, or if all other ranks make no
         progress either.
         """
-        if self._progress.idle.seconds <= self._max_silence or self.phase in MAY_TAKE_ANY_TIME:
+        if self._progress.idle_seconds <= self._max_silence or self.phase in MAY_TAKE_ANY_TIME:
             return False
         return not is_waiting() or all(
             status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
@@ -213,21 +230,22 @@ class FailureMonitor(Observer):
         else:
             all_ranks = f"all {len(stacks)} ranks wait for each other"
             first = f"{all_ranks}, and one {failure}: check the network"
-        groups = [first, *grouped_lines(stacks)[:MAX_GROUPS]]
-        text = "\n".join([*groups, "", *(stack.text() for stack in stacks)])
-        self._reporter.report(groups, title="stacks", name="hang.log", text=text, since=since)
-        self._exit(1)
+        self._reporter.report(
+            [first, *grouped_lines(stacks)[:MAX_GROUPS]],
+            title="stacks",
+            name="hang.log",
+            text=f"{first}\n{stacks_text(stacks)}",
+            since=since,
+        )
+        os._exit(1)
 
     def _show_stacks(self) -> None:
         """Write the stacks of all ranks to stacks.log and to stderr."""
         self._stacks.ask(wake=False)
-        stacks = self._stacks.collect()
-        groups = grouped_lines(stacks)
-        texts = ["", *(stack.text() for stack in stacks)]
-        path = self._reporter.write(STACKS, "\n".join([*groups, *texts]))
+        text = stacks_text(self._stacks.collect())
+        path = self._reporter.write(STACKS, text)
         with suppress(OSError):  # stderr may be closed
-            shown = "\n".join([*groups[:MAX_GROUPS], *texts, f"stacks: {path}"])
-            print(shown, file=sys.stderr, flush=True)
+            print(f"{text}\nstacks: {path}", file=sys.stderr, flush=True)
 
     # --- both threads -----------------------------------------------------------------------------
 
@@ -240,35 +258,46 @@ class FailureMonitor(Observer):
         thread.join(EMIT_SECONDS)
 
     def _exit(self, code: int) -> NoReturn:
-        """End this process, even if the other thread is in a collective that never returns."""
+        """End this process without a report, even if the main thread is stuck in a collective."""
         self._reporter.withdraw()
         os._exit(code)
 
     # --- the main thread --------------------------------------------------------------------------
 
-    def _fail(self, error: Exception) -> None:
-        """Report `error` if it is the root cause, else wait until the launcher ends this rank."""
+    def _stop_thread(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _fail(self, error: Exception) -> bool:
+        """Report `error` if it is the root cause, else wait until the launcher ends this rank.
+
+        Returns whether it is the root cause.
+        """
         self._emit_failure()
         outcome = getattr(error, "outcome", "failed first, in")
         lines = [self._own_status().line(outcome), *error_lines(error)]
-        is_root_cause = True
-        with suppress(dist.DistError):  # the store has ended: no other rank can be asked
+        try:
             if any(part in str(error) for part in LOST_PEER):
                 lines = [status.line(LOST) for status in self._lost_ranks()] or lines
             is_root_cause = self._board.claim_root_cause()
+        except dist.DistError:  # the store has ended: no other rank can be asked
+            is_root_cause = True
         if is_root_cause:
+            self._stop_thread()  # because it writes the error file too
             text = "".join(traceback.format_exception(error))
             self._reporter.report(lines, title="traceback", name="failure.log", text=text)
+            return True
         deadline = time.monotonic() + GRACE_SECONDS
-        while not is_root_cause and time.monotonic() < deadline:
-            time.sleep(0.1)
+        while time.monotonic() < deadline:
             if self._stop.is_set:  # by SIGTERM: the launcher ends all ranks after a failure
                 self._exit(0)
-        error.add_note(REPORTED)
+            time.sleep(0.1)
+        return False
 
     def _lost_ranks(self) -> list[RankStatus]:
-        """Wait some seconds, or until there is a root cause; return the heartbeats that are still
-        the last ones.
+        """Return the last heartbeats of the ranks that send no more; wait some seconds for others.
+
+        The wait ends if there is a root cause.
 
         Ends this process if torchrun stops it because of lost ranks, whose error files it prints.
         """
@@ -279,7 +308,7 @@ class FailureMonitor(Observer):
             time.sleep(HEARTBEAT_SECONDS)
             if self._stop.is_set and not was_stopping:
                 self._exit(0)
-            silent = [status for status in silent if self._board.is_last(status)]
+            silent = [status for status in silent if self._board.status(status.rank) == status]
             # the same, if torchrun has stopped this rank before the collective failed
             if was_stopping and silent and all(map(self._has_ended, silent)):
                 self._exit(0)

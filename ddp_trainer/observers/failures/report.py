@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -25,9 +24,6 @@ class Reporter:
     def __init__(self, run_dir: Path, environment: Environment) -> None:
         self._run_dir = run_dir
         self._environment = environment
-        self._is_root_cause = False
-        self._lock = threading.Lock()
-        """Held while the flag or the error file changes, because two threads do that."""
 
     def report(
         self,
@@ -38,28 +34,25 @@ class Reporter:
         text: str,
         since: float | None = None,
     ) -> None:
-        """Report the root cause: `lines`, and `title` with the path of the file that gets `text`.
+        """Report `lines`, and `title` with the path of the file that gets `text`.
 
         name: the name of that file in the run directory. since: as for the function `report`.
         """
-        with self._lock:
-            self._is_root_cause = True  # from here on the error file stays
-        checkpoint = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
-        whole = self._text([*lines, f"{title}: {self.write(name, text)}"], checkpoint=checkpoint)
+        newest = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
+        whole = self._text([*lines, f"{title}: {self.write(name, text)}"], checkpoint=str(newest))
         report(whole, self._environment, since=since)
 
     def write_in_advance(self, line: str) -> None:
         """Write the error file with `line`, because a killed rank cannot report anything."""
-        text = self._text([line], checkpoint=f"the newest in {self._run_dir / 'checkpoints'}")
-        with self._lock, suppress(OSError):  # a full disk must not end the monitor's thread
-            if self._environment.error_file is not None and not self._is_root_cause:
-                write_error_file(self._environment.error_file, text)
+        if path := self._environment.error_file:
+            newest = f"the newest in {self._run_dir / 'checkpoints'}"
+            with suppress(OSError):  # a full disk must not end the monitor's thread
+                write_error_file(path, self._text([line], checkpoint=newest))
 
     def withdraw(self) -> None:
-        """Remove the error file, unless it reports the root cause."""
-        with self._lock:
-            if self._environment.error_file is not None and not self._is_root_cause:
-                Path(self._environment.error_file).unlink(missing_ok=True)
+        """Remove the error file that was written in advance."""
+        if path := self._environment.error_file:
+            Path(path).unlink(missing_ok=True)
 
     def write(self, name: str, text: str) -> str:
         """Write a file in the run directory; return its path, or why it was not written."""
@@ -70,7 +63,7 @@ class Reporter:
             return f"{path} could not be written ({error.strerror})"
         return str(path)
 
-    def _text(self, lines: Sequence[str], *, checkpoint: str | Path) -> str:
+    def _text(self, lines: Sequence[str], *, checkpoint: str) -> str:
         command = command_to_continue(self._environment)
         return "\n".join([*lines, f"last good checkpoint: {checkpoint}", f"to continue: {command}"])
 

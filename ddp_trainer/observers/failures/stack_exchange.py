@@ -60,8 +60,7 @@ def stacks_of(run_dir: Path) -> str:
 
 
 class StackExchange:
-    """Lets a rank ask all ranks for their status and stack. Collective: every rank must construct
-    one.
+    """Lets a rank ask all ranks for their stacks. Collective: every rank must construct one.
 
     To ask, a rank adds 1 to a counter in the store of `board`, which the others look at with every
     heartbeat. own: a function that returns the status of this rank.

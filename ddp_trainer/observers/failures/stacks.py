@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 def with_stack(status: RankStatus) -> RankStatus:
     """Return `status`, of this process, with the main thread's stack and the last collectives."""
     top = sys._current_frames()[threading.main_thread().ident or 0]
-    entries = islice(traceback.walk_stack(top), MAX_FRAMES)
     frames = [
-        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in entries
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_stack(top)
     ]
-    return replace(status, frames=frames, collectives=last_collectives())
+    return replace(status, frames=frames[:MAX_FRAMES], collectives=last_collectives())
 
 
 def last_collectives() -> list[str]:
@@ -57,8 +56,9 @@ def last_collectives() -> list[str]:
 
 
 class StackFile:
-    """An unnamed file into which SIGQUIT makes this process write the stacks of its threads,
-    whatever it is doing.
+    """An unnamed file into which this process writes the stacks of its threads on SIGQUIT.
+
+    It does so even if its interpreter is blocked.
 
     Another process of the same user reads it as /proc/PID/fd/NUMBER. Nothing is left of it when the
     process ends.
@@ -112,17 +112,14 @@ class RankProcess:
         return self.host == socket.gethostname()
 
     def is_alive(self) -> bool:
-        """Return whether the process runs on this host as this user, not another one with its
-        `pid`.
-        """
+        """Return whether the process, and not a later one with its `pid`, runs on this host."""
         try:
             return self.is_here and StackFile.NAME in os.readlink(self.path)
         except OSError:  # it has ended, or belongs to somebody else
             return False
 
     def frames(self, *, wake: bool) -> list[str]:
-        """Return the main thread's frames, which the process writes after SIGQUIT; [] if it does
-        not answer.
+        """Return the main thread's frames, which SIGQUIT makes it write; [] without an answer.
 
         The process must be alive. wake: continue it if it is stopped, because a stopped process
         does not answer.

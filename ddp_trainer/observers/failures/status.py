@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import World
 
 BUSY_SHARE = 0.1
@@ -76,19 +75,6 @@ def is_library(frame: str) -> bool:
     return is_python or "/torch/" in frame
 
 
-class ChangeClock:
-    """Measures for how many `seconds` a value has not changed."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._last: float | None = None
-
-    def update(self, value: float | None, elapsed: float) -> None:
-        """Record `value`, and that `elapsed` seconds have passed since the last call."""
-        self.seconds = self.seconds + elapsed if value == self._last else 0.0
-        self._last = value
-
-
 class ProgressClock:
     """Measures how long the main thread made no progress (still) and did not compute either (idle).
 
@@ -99,19 +85,26 @@ class ProgressClock:
 
     def __init__(self, *, can_be_busy: bool) -> None:
         self.count = 0
-        self.still = ChangeClock()
-        self.idle = ChangeClock()
+        self.idle_seconds = 0.0
+        self.still_seconds = 0.0
         self._can_be_busy = can_be_busy
         self._cpu_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._cpu_seconds = 0.0
+        self._last_count = 0
 
     def update(self, elapsed: float) -> None:
         """Record whether there was progress in the last `elapsed` seconds."""
         cpu_seconds = time.clock_gettime(self._cpu_clock)
         is_busy = cpu_seconds - self._cpu_seconds >= BUSY_SHARE * elapsed
         self._cpu_seconds = cpu_seconds
-        self.still.update(self.count, elapsed)
-        self.idle.update(self.count, 0.0 if is_busy and self._can_be_busy else elapsed)
+        if self.count != self._last_count:
+            self._last_count = self.count
+            self.still_seconds = 0.0
+            self.idle_seconds = 0.0
+            return
+        self.still_seconds += elapsed
+        if not (is_busy and self._can_be_busy):
+            self.idle_seconds += elapsed
 
 
 class StatusBoard:
@@ -120,19 +113,14 @@ class StatusBoard:
     Collective: every rank must construct one.
     """
 
-    def __init__(self, world: World, environment: Environment) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        # the former runs of a sweep, and the starts before a restart, have used the same store
-        prefix = "failure_monitor/" + world.broadcast_object(uuid.uuid4().hex)
-        self.store: dist.Store = dist.HashStore()
-        if environment.under_torchrun:
-            self.store = dist.TCPStore(
-                environment.master_addr,
-                environment.master_port,
-                is_master=False,
-                timeout=timedelta(seconds=10),
-            )
-        self.store = dist.PrefixStore(prefix, self.store)
+        # the former runs of a sweep have used the same store
+        prefix = f"failure_monitor/{world.broadcast_object(uuid.uuid4().hex)}"
+        # a connection of its own, because another thread uses it; torch has no public name for it
+        store = dist.distributed_c10d._get_default_store().clone()
+        store.set_timeout(timedelta(seconds=10))
+        self.store = dist.PrefixStore(prefix, store)
 
     def publish(self, status: RankStatus) -> None:
         """Publish the heartbeat of this rank, with or without its stack."""
@@ -152,11 +140,6 @@ class StatusBoard:
         """Return the last heartbeat of `rank`; None before its first, and after `leave`."""
         key = f"status/{rank}"
         return RankStatus(*json.loads(self.store.get(key))) if self.store.check([key]) else None
-
-    def is_last(self, status: RankStatus) -> bool:
-        """Return whether `status` is the last heartbeat of its rank."""
-        last = self.status(status.rank)
-        return last is not None and last.heartbeat == status.heartbeat
 
     def others(self) -> list[RankStatus]:
         """Return the last heartbeat of each other rank that has one."""
@@ -194,6 +177,11 @@ def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
         position = f"{stack.phase} after step {stack.step}, at {stack.place}"
         groups.setdefault(position, []).append(stack.rank)
     return [f"{list_ranks(ranks)}: {position}" for position, ranks in groups.items()]
+
+
+def stacks_text(stacks: Sequence[RankStatus]) -> str:
+    """Return the `grouped_lines` and the stacks of all ranks."""
+    return "\n".join([*grouped_lines(stacks), "", *(stack.text() for stack in stacks)])
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
