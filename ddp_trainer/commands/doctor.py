@@ -37,8 +37,8 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.distributed.process_group import World, process_group
 from ddp_trainer.launchers.fitness import UNITS, measure_fitness
-from ddp_trainer.launchers.node_check import SLOW
 from ddp_trainer.launchers.node_check.client import CLOCK_SECONDS
+from ddp_trainer.launchers.node_check.server import SLOW
 from ddp_trainer.observers.failures.stack_exchange import stacks_of
 from ddp_trainer.observers.step_timer import median_seconds
 
