@@ -9,7 +9,7 @@ benchmark.json and benchmark.png to <output_dir>/benchmark-<name>.
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import run_command
 from ddp_trainer.commands.results import print_table, writing
-from ddp_trainer.config.errors import POSITIVE, require
+from ddp_trainer.config.errors import POSITIVE, require, setting
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
@@ -37,14 +37,12 @@ PHASES = {
 class BenchmarkOptions:
     """The options of the command."""
 
-    rounds: int = field(default=5, metadata=POSITIVE)
+    rounds: int = setting(5, POSITIVE)
     """Number of rounds; each round measures every strategy once."""
-    steps: int = field(default=20, metadata=POSITIVE)
+    steps: int = setting(20, POSITIVE)
     """Optimizer steps of each strategy per round."""
     strategies: str | None = None
-    """Strategies (choices of sync) to compare, such as ddp,ring; null: all strategies that can run
-    here.
-    """
+    """Choices of sync to compare, such as ddp,ring; null: all strategies that can run here."""
 
     def __post_init__(self) -> None:
         known = registry.choices("sync")
@@ -66,9 +64,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
-    """Measure the strategies, and print and write the results on rank 0. Collective: every rank
-    must call this.
-    """
+    """Measure the strategies; on rank 0, print and write the results. Collective."""
     with disable_gc():
         from ddp_trainer.start import start
         from ddp_trainer.tools.step_benchmark import compare_strategies  # imports torch
@@ -88,9 +84,7 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 
 
 def to_table(result: dict[str, Any]) -> Table:
-    """Return the `result` of `compare_strategies` as a table for the terminal, with one row per
-    strategy.
-    """
+    """Return the `result` of `compare_strategies` as a table with one row per strategy."""
     about = result["about"]
     rows = result["rows"]
     headers = (
@@ -132,9 +126,7 @@ def to_table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write charts of speed and step phases to `path` if matplotlib is installed; `path_error` if
-    this fails.
-    """
+    """Write charts of speed and step phases to `path` if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:
