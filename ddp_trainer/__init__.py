@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Any
 from ddp_trainer.config.data import DataConfig as DataConfig
 from ddp_trainer.config.errors import ConfigError as ConfigError
 from ddp_trainer.config.loggers import LoggerConfig as LoggerConfig
+from ddp_trainer.config.losses import LossConfig as LossConfig
+from ddp_trainer.config.metrics import MetricConfig as MetricConfig
 from ddp_trainer.config.models import ModelConfig as ModelConfig
+from ddp_trainer.config.observers import ObserverConfig as ObserverConfig
+from ddp_trainer.config.optimizers import OptimizerConfig as OptimizerConfig
+from ddp_trainer.config.schedulers import SchedulerConfig as SchedulerConfig
 from ddp_trainer.config.schema import Config as Config
 from ddp_trainer.config.sync import SyncConfig as SyncConfig
 from ddp_trainer.registry import register_dataset as register_dataset
 from ddp_trainer.registry import register_logger as register_logger
+from ddp_trainer.registry import register_loss as register_loss
+from ddp_trainer.registry import register_metric as register_metric
 from ddp_trainer.registry import register_model as register_model
+from ddp_trainer.registry import register_observer as register_observer
+from ddp_trainer.registry import register_optimizer as register_optimizer
+from ddp_trainer.registry import register_scheduler as register_scheduler
 from ddp_trainer.registry import register_sync as register_sync
 from ddp_trainer.version import __version__ as __version__
 

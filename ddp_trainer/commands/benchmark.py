@@ -24,13 +24,13 @@ from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 PHASES = {
-    "data_wait": ("waiting for data", "#bbbbbb"),
-    "forward_backward": ("forward and backward", "#4477aa"),
-    "communication": ("exposed communication", "#ee6677"),
-    "optimizer": ("optimizer", "#ccbb44"),
-    "other": ("other", "#dddddd"),
+    "data_wait": "waiting for data",
+    "forward_backward": "forward and backward",
+    "communication": "exposed communication",
+    "optimizer": "optimizer",
+    "other": "other",
 }
-"""The label and the colour of each phase of a step in benchmark.png."""
+"""The label of each phase of a step in benchmark.png."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +85,6 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 
 def to_table(result: dict[str, Any]) -> Table:
     """Return the `result` of `compare_strategies` as a table with one row per strategy."""
-    about = result["about"]
     rows = result["rows"]
     headers = (
         "img/s",
@@ -99,14 +98,11 @@ def to_table(result: dict[str, Any]) -> Table:
         "sent MB",
         "expected",
     )
-    title = (
-        f"{about['model']}, {about['data']}, world size {about['world_size']}, {about['backend']}"
-    )
     caption = (
         "MB per rank and step: sent by all programs on the hosts (measured), expected of"
         " ddp_trainer (computed)"
     )
-    table = Table("sync", *headers, title=title, caption=caption)
+    table = Table("sync", *headers, title=title_of(result["about"]), caption=caption)
     for row in rows:
         sizes = (row["sent_bytes"], row["expected_sent_bytes"])
         table.add_row(
@@ -135,38 +131,35 @@ def draw(result: dict[str, Any], path: Path) -> None:
             " 'ddp_trainer[plot]'"
         )
         return
-    # the first strategy at the top
-    about = result["about"]
-    rows = result["rows"][::-1]
+    rows = result["rows"][::-1]  # the first strategy at the top
+    names = [row["name"] for row in rows]
+    rates = [row["images_per_second"] for row in rows]
+    rounds = [row["images_per_second_by_round"] for row in rows]
+    below = [rate - min(values) for rate, values in zip(rates, rounds, strict=True)]
+    above = [max(values) - rate for rate, values in zip(rates, rounds, strict=True)]
     figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
-    for row in rows:
-        rate = row["images_per_second"]
-        rates = row["images_per_second_by_round"]
-        spread = [[rate - min(rates)], [max(rates) - rate]]
-        bar = left.barh(
-            row["name"], rate, xerr=spread, color="#4477aa", ecolor="#333333", capsize=2
-        )
-        left.bar_label(
-            bar, [f"step time {row['relative']:.2f} × {rows[-1]['name']}"], padding=8, fontsize=8
-        )
-    left.set(xlabel="images per second (median and range of the rounds)")
+    bars = left.barh(names, rates, xerr=[below, above], capsize=2)
+    steps = [f"step time {row['relative']:.2f} × {names[-1]}" for row in rows]
+    left.bar_label(bars, steps, padding=8, fontsize=8)
     left.margins(x=0.35)  # room for the labels
+    left.set(xlabel="images per second (median and range of the rounds)")
     starts = [0.0] * len(rows)
-    for phase, (label, colour) in PHASES.items():
+    for phase, label in PHASES.items():
         lengths = [row["phases_ms"][phase] for row in rows]
-        right.barh([row["name"] for row in rows], lengths, left=starts, color=colour, label=label)
+        right.barh(names, lengths, left=starts, label=label)
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     right.set(xlabel="milliseconds per step")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *right.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=len(PHASES)
-    )
-    figure.suptitle(
-        f"{about['model']} on {about['data']}, {about['world_size']} ranks of"
+    figure.legend(loc="outside lower right", ncols=len(PHASES))
+    figure.suptitle(title_of(result["about"]))
+    with writing(path):
+        figure.savefig(path, dpi=110)
+
+
+def title_of(about: dict[str, Any]) -> str:
+    """Return the job that was measured as the title of the table and of the charts."""
+    return (
+        f"{about['model']}, {about['data']}, {about['world_size']} ranks of"
         f" {about['threads_per_rank']} thread(s), {about['backend']}, {about['precision']}, global"
         f" batch {about['global_batch_size']}"
     )
-    with writing(path):
-        figure.savefig(path, dpi=110)

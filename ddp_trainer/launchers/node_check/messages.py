@@ -10,16 +10,16 @@ from typing import Any, get_args
 from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, TransientError
 
 MAX_TEXT = 500
+LIMITS = {int: 2**16, float: 1e11}
+"""The numbers that are too large, by type."""
 
 
 def is_valid(value: Any, hint: Any) -> bool:
     """Return whether a received value is of the type `hint` and within bounds."""
     if hint is str:
         return isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable()
-    if hint is int:
-        return type(value) is int and 0 <= value < 2**16
-    if hint is float:
-        return type(value) in (int, float) and 0 <= value < 1e11
+    if hint in LIMITS:
+        return type(value) in (int, hint) and 0 <= value < LIMITS[hint]
     _, part_hint = get_args(hint)  # dict[str, …]
     return isinstance(value, dict) and all(
         is_valid(key, str) and is_valid(part, part_hint) for key, part in value.items()
