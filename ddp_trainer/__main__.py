@@ -1,6 +1,4 @@
-"""The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, and ``torchrun … -m
-ddp_trainer …``.
-"""
+"""The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, also under torchrun."""
 
 import faulthandler
 import signal
@@ -40,12 +38,7 @@ def main() -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command and the words after it; exit with 2 if the first word is an unknown
-    command.
-
-    The command is "" if there are no words, or if the first word is an option (--help) or an
-    override (key=value).
-    """
+    """Return the command, "" if `words` name none, and its words; exit with 2 if it is unknown."""
     if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
         return "", list(words)
     if words[0] in COMMANDS:
@@ -70,12 +63,10 @@ def print_overview() -> None:
     for name, description in COMMANDS.items():
         print(f"  {name:12} {description}")
     print("\ngroups (choose with group=choice):")
-    for group in registry.GROUPS:
-        print(f"  {group:12} {', '.join(registry.choices(group))}")
-    print(
-        f"  {'experiment':12}"
-        f" {', '.join(sorted(path.stem for path in config_dir().glob('experiment/*.yaml')))}"
-    )
+    choices = {group: list(registry.choices(group)) for group in registry.GROUPS}
+    choices["experiment"] = sorted(path.stem for path in config_dir().glob("experiment/*.yaml"))
+    for group, names in choices.items():
+        print(f"  {group:12} {', '.join(names)}")
     print(
         "\nCOMMAND --help lists a command's options; train --help lists all keys of the config."
         " Guide: README.md"

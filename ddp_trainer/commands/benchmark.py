@@ -9,7 +9,7 @@ benchmark.json and benchmark.png to <output_dir>/benchmark-<name>.
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +18,31 @@ from rich.table import Table
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import run_command
 from ddp_trainer.commands.results import print_table, writing
-from ddp_trainer.config.errors import POSITIVE, require
+from ddp_trainer.config.errors import POSITIVE, require, setting
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 PHASES = {
-    "data_wait": ("waiting for data", "#bbbbbb"),
-    "forward_backward": ("forward and backward", "#4477aa"),
-    "communication": ("exposed communication", "#ee6677"),
-    "optimizer": ("optimizer", "#ccbb44"),
-    "other": ("other", "#dddddd"),
+    "data_wait": "waiting for data",
+    "forward_backward": "forward and backward",
+    "communication": "exposed communication",
+    "optimizer": "optimizer",
+    "other": "other",
 }
-"""The label and the colour of each phase of a step in benchmark.png."""
+"""The label of each phase of a step in benchmark.png."""
 
 
 @dataclass(kw_only=True, slots=True)
 class BenchmarkOptions:
     """The options of the command."""
 
-    rounds: int = field(default=5, metadata=POSITIVE)
+    rounds: int = setting(5, POSITIVE)
     """Number of rounds; each round measures every strategy once."""
-    steps: int = field(default=20, metadata=POSITIVE)
+    steps: int = setting(20, POSITIVE)
     """Optimizer steps of each strategy per round."""
     strategies: str | None = None
-    """Strategies (choices of sync) to compare, such as ddp,ring; null: all strategies that can run
-    here.
-    """
+    """Choices of sync to compare, such as ddp,ring; null: all strategies that can run here."""
 
     def __post_init__(self) -> None:
         known = registry.choices("sync")
@@ -66,9 +64,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
-    """Measure the strategies, and print and write the results on rank 0. Collective: every rank
-    must call this.
-    """
+    """Measure the strategies; on rank 0, print and write the results. Collective."""
     with disable_gc():
         from ddp_trainer.start import start
         from ddp_trainer.tools.step_benchmark import compare_strategies  # imports torch
@@ -88,10 +84,7 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 
 
 def to_table(result: dict[str, Any]) -> Table:
-    """Return the `result` of `compare_strategies` as a table for the terminal, with one row per
-    strategy.
-    """
-    about = result["about"]
+    """Return the `result` of `compare_strategies` as a table with one row per strategy."""
     rows = result["rows"]
     headers = (
         "img/s",
@@ -105,14 +98,11 @@ def to_table(result: dict[str, Any]) -> Table:
         "sent MB",
         "expected",
     )
-    title = (
-        f"{about['model']}, {about['data']}, world size {about['world_size']}, {about['backend']}"
-    )
     caption = (
         "MB per rank and step: sent by all programs on the hosts (measured), expected of"
         " ddp_trainer (computed)"
     )
-    table = Table("sync", *headers, title=title, caption=caption)
+    table = Table("sync", *headers, title=title_of(result["about"]), caption=caption)
     for row in rows:
         sizes = (row["sent_bytes"], row["expected_sent_bytes"])
         table.add_row(
@@ -132,9 +122,7 @@ def to_table(result: dict[str, Any]) -> Table:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write charts of speed and step phases to `path` if matplotlib is installed; `path_error` if
-    this fails.
-    """
+    """Write charts of speed and step phases to `path` if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:
@@ -143,38 +131,35 @@ def draw(result: dict[str, Any], path: Path) -> None:
             " 'ddp_trainer[plot]'"
         )
         return
-    # the first strategy at the top
-    about = result["about"]
-    rows = result["rows"][::-1]
+    rows = result["rows"][::-1]  # the first strategy at the top
+    names = [row["name"] for row in rows]
+    rates = [row["images_per_second"] for row in rows]
+    rounds = [row["images_per_second_by_round"] for row in rows]
+    below = [rate - min(values) for rate, values in zip(rates, rounds, strict=True)]
+    above = [max(values) - rate for rate, values in zip(rates, rounds, strict=True)]
     figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
-    for row in rows:
-        rate = row["images_per_second"]
-        rates = row["images_per_second_by_round"]
-        spread = [[rate - min(rates)], [max(rates) - rate]]
-        bar = left.barh(
-            row["name"], rate, xerr=spread, color="#4477aa", ecolor="#333333", capsize=2
-        )
-        left.bar_label(
-            bar, [f"step time {row['relative']:.2f} × {rows[-1]['name']}"], padding=8, fontsize=8
-        )
-    left.set(xlabel="images per second (median and range of the rounds)")
+    bars = left.barh(names, rates, xerr=[below, above], capsize=2)
+    steps = [f"step time {row['relative']:.2f} × {names[-1]}" for row in rows]
+    left.bar_label(bars, steps, padding=8, fontsize=8)
     left.margins(x=0.35)  # room for the labels
+    left.set(xlabel="images per second (median and range of the rounds)")
     starts = [0.0] * len(rows)
-    for phase, (label, colour) in PHASES.items():
+    for phase, label in PHASES.items():
         lengths = [row["phases_ms"][phase] for row in rows]
-        right.barh([row["name"] for row in rows], lengths, left=starts, color=colour, label=label)
+        right.barh(names, lengths, left=starts, label=label)
         starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     right.set(xlabel="milliseconds per step")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *right.get_legend_handles_labels(), fontsize=8, loc="outside lower right", ncols=len(PHASES)
-    )
-    figure.suptitle(
-        f"{about['model']} on {about['data']}, {about['world_size']} ranks of"
+    figure.legend(loc="outside lower right", ncols=len(PHASES))
+    figure.suptitle(title_of(result["about"]))
+    with writing(path):
+        figure.savefig(path, dpi=110)
+
+
+def title_of(about: dict[str, Any]) -> str:
+    """Return the job that was measured as the title of the table and of the charts."""
+    return (
+        f"{about['model']}, {about['data']}, {about['world_size']} ranks of"
         f" {about['threads_per_rank']} thread(s), {about['backend']}, {about['precision']}, global"
         f" batch {about['global_batch_size']}"
     )
-    with writing(path):
-        figure.savefig(path, dpi=110)

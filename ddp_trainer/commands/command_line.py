@@ -33,9 +33,7 @@ from ddp_trainer.registry import PluginError
 T = TypeVar("T")
 
 RANK_0_SECONDS = 5.0
-"""Seconds for which other ranks wait while rank 0 prints an error: torchrun ends all ranks when one
-has exited.
-"""
+"""Seconds in which rank 0 prints an error first: torchrun ends all ranks when one has exited."""
 
 
 def run_command(
@@ -45,9 +43,7 @@ def run_command(
     *,
     description: str | None,
 ) -> None:
-    """Parse `words`; call ``command(config, run_dir, options)`` once, or once per job of a sweep;
-    or print the help.
-    """
+    """Call ``command(config, run_dir, options)`` for each job of `words`, or print the help."""
     usage = f"{command.__name__} [option=value …] [key=value …]"
     with errors_as_exit_codes():
         options, overrides = parse_options(schema, words, usage=usage, description=description)
@@ -55,9 +51,7 @@ def run_command(
 
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
-    """Compose configs from `words`; call ``function(config, run_dir)`` once, or per job of a sweep.
-    Exits on errors.
-    """
+    """Call ``function(config, run_dir)`` for the job of `words`, or for each job of a sweep."""
     sys.argv[1:] = words
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
 
@@ -80,9 +74,7 @@ def for_each_job(function: Callable[[Config, Path], float | None], words: Sequen
 
 @contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Print an exception of the ``with`` block, and exit: with 2 if the user's input is wrong, else
-    with 1.
-    """
+    """Print an exception of the ``with`` block; exit with 2 if the input is wrong, else with 1."""
     try:
         yield
     except (
@@ -102,9 +94,7 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 
 def check_arguments() -> None:
-    """Raise ConfigError for a bad override or flag in ``sys.argv``; argparse would print its usage
-    on every rank.
-    """
+    """Raise ConfigError for a bad word in ``sys.argv``; argparse prints its usage on every rank."""
 
     def reject(message: str) -> NoReturn:
         raise ConfigError(message)
@@ -123,13 +113,10 @@ def check_arguments() -> None:
 
 
 def exit_with_user_error(error: Exception) -> NoReturn:
-    """Print the error once per node, and exit; rank 0 prints first, because torchrun ends all ranks
-    when one exits.
-    """
+    """Print the error once per node and exit, rank 0 first."""
     try:
         environment = read_environment()
-    except ConfigError:
-        # the environment itself is wrong: every process prints the error
+    except ConfigError:  # of the environment itself: every process prints it
         environment = Environment()
     if environment.rank != 0:
         time.sleep(RANK_0_SECONDS * (1 if environment.local_rank == 0 else 2))

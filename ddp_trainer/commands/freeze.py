@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
 from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import from_builtins, to_builtins
-from ddp_trainer.config.errors import POSITIVE, path_error, require, setting
+from ddp_trainer.config.errors import POSITIVE, require, setting
 from ddp_trainer.config.keys import change_keys
 from ddp_trainer.config.schema import Config
 from ddp_trainer.launchers.job_file import read_job, write_job
@@ -30,9 +30,7 @@ class FreezeOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the job file and print its run directory; exit with 2 for wrong input, with 1 for any
-    other failure.
-    """
+    """Write the job file and print its run directory; exit with 2 for wrong input, else with 1."""
     usage = "freeze FILE [option=value …] [key=value …]"
     with errors_as_exit_codes():
         options, rest = parse_options(FreezeOptions, words, usage=usage, description=__doc__)
@@ -41,26 +39,20 @@ def main(words: Sequence[str]) -> None:
             "FILE is missing: freeze FILE [key=value …]",
         )
         path = Path(rest[0])
-        base = options.base
-        config, run_dir = (
-            compose_job(rest[1:], options.job) if base is None else change_job(Path(base), rest[1:])
-        )
+        changes = rest[1:]
+        if options.base is None:
+            config, run_dir = compose_job(changes, options.job)
+        else:
+            config, run_dir = read_job(Path(options.base))
+            config = from_builtins(change_keys(to_builtins(config), changes))
         if options.world_size is not None:
             config.check_world_size(options.world_size)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_job(path, to_builtins(config), run_dir)
-        except OSError as error:
-            raise path_error(
-                error, f"job file {path} cannot be written: {error.strerror or error}"
-            ) from error
+        write_job(path, to_builtins(config), run_dir)
     print(run_dir)
 
 
 def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, Path]:
-    """Return config and run directory for `overrides`; of a sweep, those of job `number`, or
-    ConfigError without it.
-    """
+    """Return config and run directory of the job; of a sweep, those of job `number`."""
     jobs: list[tuple[Config, Path]] = []
     words = overrides if number is None else ["--multirun", *overrides]
     for_each_job(lambda config, run_dir: jobs.append((config, run_dir)), words)
@@ -74,9 +66,3 @@ def compose_job(overrides: Sequence[str], number: int | None) -> tuple[Config, P
         f"job={number} is not among the {len(jobs)} jobs of this sweep: count from 0",
     )
     return jobs[index]
-
-
-def change_job(path: Path, changes: Sequence[str]) -> tuple[Config, Path]:
-    """Return the config of a job file with `changes` (``key=value``), and its run directory."""
-    config, run_dir = read_job(path)
-    return from_builtins(change_keys(to_builtins(config), changes)), run_dir

@@ -52,17 +52,13 @@ def parse_options(
 
 
 def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the paths and the ``key=value`` settings among `words`. A path that contains = must
-    begin with ./ or /.
-    """
+    """Return the paths and the settings among `words`; a path with = must begin with ./ or /."""
     overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
     return [word for word in words if word not in overrides], overrides
 
 
 def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -> str:
-    """Return a line (key, value, description) for each field of a dataclass object and of the
-    objects nested in it.
-    """
+    """Return a line (key, value, description) for each field of an object and of its sections."""
     texts = field_docstrings(type(section))
     lines = []
     for name in [field.name for field in fields(section) if field.name not in skip]:
@@ -72,18 +68,15 @@ def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -
             continue
         items = value if isinstance(value, list) else [value]
         shown = ",".join(OmegaConf.to_yaml([item]).removeprefix("- ").strip() for item in items)
-        setting = (
-            f"{prefix}{name}=[{shown}]" if isinstance(value, list) else f"{prefix}{name}={shown}"
-        )
-        first_paragraph = " ".join(texts.get(name, "").partition("\n\n")[0].split())
-        lines.append(f"  {setting:44} {first_paragraph}".rstrip())
+        if isinstance(value, list):
+            shown = f"[{shown}]"
+        description = " ".join(texts.get(name, "").partition("\n\n")[0].split())
+        lines.append(f"  {f'{prefix}{name}={shown}':44} {description}".rstrip())
     return "\n".join(lines)
 
 
 def field_docstrings(schema: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass and of its bases, by the name of the
-    field.
-    """
+    """Return the docstrings below the fields of a dataclass and of its bases, by field."""
     texts: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         [tree] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
@@ -101,7 +94,5 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def program() -> str:
-    """Return how the user has called this program, for usage lines: ``ddp-trainer`` or ``python -m
-    ddp_trainer``.
-    """
+    """Return how the user has called this program, for usage lines."""
     return "ddp-trainer" if sys.argv[0].endswith("ddp-trainer") else "python -m ddp_trainer"

@@ -11,9 +11,10 @@ writes plan.json to <output_dir>/plan-<name> (values of these config keys).
 """
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
@@ -21,7 +22,7 @@ from rich.table import Table
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import run_command
 from ddp_trainer.commands.results import print_table, writing
-from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, require
+from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, require, setting
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
@@ -34,56 +35,54 @@ class PlanOptions:
 
     ranks: str = "1,2,4,8,16,64,256,1024,4096"
     """Numbers of ranks for which the step time is predicted."""
-    bandwidth_mbit: float | None = field(default=None, metadata=POSITIVE)
+    bandwidth_mbit: float | None = setting(None, POSITIVE)
     """Bandwidth of the network in each direction, in Mbit/s; null: measured."""
-    latency_us: float | None = field(default=None, metadata=NOT_NEGATIVE)
+    latency_us: float | None = setting(None, NOT_NEGATIVE)
     """Latency of the network, in microseconds; null: measured."""
-    steps: int = field(default=10, metadata=POSITIVE)
+    steps: int = setting(10, POSITIVE)
     """Optimizer steps per measurement."""
 
     def __post_init__(self) -> None:
-        is_whole = (self.bandwidth_mbit is None) == (self.latency_us is None)
         require(
-            is_whole, "bandwidth_mbit and latency_us must be given together: set both, or neither"
+            (self.bandwidth_mbit is None) == (self.latency_us is None),
+            "bandwidth_mbit and latency_us must be given together: set both, or neither",
         )
-        are_counts = all(count.isdecimal() and int(count) > 0 for count in self.ranks.split(","))
         require(
-            are_counts, f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4"
+            re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.ranks) is not None,
+            f"ranks={self.ranks} must be whole numbers of at least 1, such as 1,2,4",
         )
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of ranks, each once and in order."""
+        return sorted({int(count) for count in self.ranks.split(",")})
 
 
 def main(words: Sequence[str]) -> None:
-    """Predict step times from measurements of this job; exit with 2 for wrong input, with 1 for any
-    other failure.
-    """
+    """Predict step times from measurements of this job."""
     run_command(plan, PlanOptions, words, description=__doc__)
 
 
 def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
-    """Measure computation and network of this job; on rank 0, print and write the predicted step
-    times. Collective.
-    """
+    """Measure this job; on rank 0, print and write the predicted step times. Collective."""
     environment = read_environment()
     latency_us = options.latency_us
     bandwidth_mbit = options.bandwidth_mbit
-    ranks = environment.world_size
-    batch = config.global_batch_size
-    passes = config.gradient_accumulation_steps
-    fix = "start with torchrun --nproc_per_node=2, or set bandwidth_mbit and latency_us"
-    require(latency_us is not None or ranks > 1, f"a single rank has no network to measure: {fix}")
-    # half of the batch is measured too, and BatchNorm may need 2 images in a pass
-    least = 4 * ranks * passes
     require(
-        batch >= least,
-        f"global_batch_size={batch} must be at least {least}: 4 images per rank and pass",
+        latency_us is not None or environment.world_size > 1,
+        "a single rank has no network to measure: start with torchrun --nproc_per_node=2, or set"
+        " bandwidth_mbit and latency_us",
+    )
+    # half of the batch is measured too, and BatchNorm may need 2 images in a pass
+    least = 4 * environment.world_size * config.gradient_accumulation_steps
+    require(
+        config.global_batch_size >= least,
+        f"global_batch_size={config.global_batch_size} must be at least {least}: 4 images per rank"
+        " and pass",
     )
     with disable_gc():
-        # imports torch
-        from ddp_trainer.start import start
-        from ddp_trainer.tools.step_benchmark import (
-            measure_compute,
-            measure_network,
-        )
+        from ddp_trainer.start import start  # imports torch
+        from ddp_trainer.tools.step_benchmark import measure_compute, measure_network
     with ExitStack() as stack:
         begun = start(config, environment, stack)
         compute = measure_compute(begun, steps=options.steps)
@@ -92,16 +91,12 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
         else:
             network = Network(latency=latency_us / 1e6, bandwidth=bandwidth_mbit * 1e6 / 8)
     if environment.rank == 0:
-        counts = sorted({int(count) for count in options.ranks.split(",")})
-        report(
-            config.model.name, compute, network, counts, run_dir.with_name(f"plan-{run_dir.name}")
-        )
+        folder = run_dir.with_name(f"plan-{run_dir.name}")
+        report(config.model.name, compute, network, options.counts, folder)
 
 
 def report(model: str, compute: Compute, network: Network, counts: list[int], folder: Path) -> None:
-    """Predict the step time for each number of ranks in `counts`; print a table, and write
-    plan.json to `folder`.
-    """
+    """Predict the step times for the numbers of ranks `counts`; print and write them."""
     print(
         f"{model}: {compute.forward_backward * 1e3:.1f} ms forward and backward of {compute.batch}"
         f" images per rank, {compute.other * 1e3:.1f} ms for the rest of a step;"
@@ -133,10 +128,11 @@ def report(model: str, compute: Compute, network: Network, counts: list[int], fo
             ),
         )
     print_table(table)
-    choices = registry.choices("sync").items()
     known = {config.name for config in VARIANTS.values()}
     unknown = [
-        name for name, choice in choices if name not in known and not choice.schema.single_process
+        choice.name
+        for choice in registry.choices("sync").values()
+        if choice.name not in known and not choice.schema.single_process
     ]
     print(f"not predicted: sync={', '.join(unknown)}")
     content = {"compute": asdict(compute), "network": asdict(network), "predictions": predictions}

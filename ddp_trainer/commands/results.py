@@ -12,9 +12,7 @@ from ddp_trainer.config.errors import path_error
 
 
 def print_table(table: Table) -> None:
-    """Print a table, with all columns but the first aligned right; 180 characters wide if stdout is
-    not a terminal.
-    """
+    """Print a table, aligned right but for the first column; 180 wide if there is no terminal."""
     for column in table.columns[1:]:
         column.justify = "right"
     Console(width=None if sys.stdout.isatty() else 180).print(table)
@@ -22,9 +20,7 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Create the folder of the file `path`, which the ``with`` block writes; turn an OSError into a
-    `path_error`.
-    """
+    """Create the folder of `path`, which the ``with`` block writes; OSError is a `path_error`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -1,6 +1,4 @@
-"""``train``, the default command: compose the config, and train in this process, which is one rank
-of the job.
-"""
+"""``train``, the default command: train in this process, which is one rank of the job."""
 
 import sys
 from collections.abc import Sequence
@@ -31,19 +29,17 @@ class TrainOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Train one job or the jobs of a sweep; exit with 2 for wrong input, with 1 for any other
-    failure.
-    """
+    """Train one job or the jobs of a sweep; exit with 2 for wrong input, with 1 for a failure."""
     if wants_help(words):
         return print_keys()
     with errors_as_exit_codes():
         options, overrides = parse_options(TrainOptions, words)
         if options.job_file is not None:
-            fix = (
-                "leave it out, or write a job file with it: python -m ddp_trainer freeze FILE"
-                " key=value …"
+            require(
+                not overrides,
+                f"{' '.join(overrides)} cannot change a job file: leave it out, or write a job file"
+                " with it: python -m ddp_trainer freeze FILE key=value …",
             )
-            require(not overrides, f"{' '.join(overrides)} cannot change a job file: {fix}")
             train(*read_job(Path(options.job_file)), sweep=None)
             return
     register_launchers()
@@ -64,20 +60,18 @@ def is_sweep() -> bool:
     hydra = HydraConfig.get()
     launcher = hydra.runtime.choices["hydra/launcher"]
     is_multirun = hydra.mode is RunMode.MULTIRUN
-    way_out = (
-        "choose basic, torchrun or slurm" if is_multirun else "add --multirun, or leave it out"
-    )
-    what = "not supported" if is_multirun else "for sweeps"
-    require(launcher == "basic", f"hydra/launcher={launcher} is {what}: {way_out}")
+    reason = "for sweeps: add --multirun, or leave it out"
+    if is_multirun:
+        reason = "not supported: choose basic, torchrun or slurm"
+    require(launcher == "basic", f"hydra/launcher={launcher} is {reason}")
     return is_multirun
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
-    """Train one job and return its best top-1, which Hydra's sweeper compares. A graceful stop ends
-    the whole sweep.
+    """Train one job and return its best top-1, which Hydra's sweeper compares.
 
-    sweep: an exit stack that all jobs of a sweep share: closing it leaves their common process
-    group. None: no sweep.
+    sweep: the exit stack of a sweep, which owns the process group of all its jobs; a graceful stop
+    ends the whole sweep. None: no sweep.
     """
     environment = read_environment()
     config.check_world_size(environment.world_size)
@@ -94,9 +88,7 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
 
 
 def print_keys() -> None:
-    """Print the keys of the config, and for each choice of each group (such as ``optimizer=sgd``)
-    the keys it adds.
-    """
+    """Print the keys of the config, and the keys of each choice, such as ``optimizer=sgd``."""
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
     print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
     for name, group in registry.GROUPS.items():

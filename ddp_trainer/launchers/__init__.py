@@ -1,3 +1,1 @@
-"""Starts jobs: writes the config of a job to a file, checks the nodes, runs torchrun; also runs
-sweeps of jobs.
-"""
+"""Starts jobs: writes job files, checks the nodes, runs torchrun, and runs sweeps of jobs."""

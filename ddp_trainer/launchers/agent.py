@@ -29,9 +29,7 @@ from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.launchers.network import address_of, listen
 
 QUIET = ("multiprocessing.api", "agent.server.api")
-"""Loggers that are silenced, because they only repeat that a rank has failed or that node 0 has
-ended.
-"""
+"""Loggers that are silenced, because they repeat that a rank has failed or node 0 has ended."""
 
 
 class BoundRendezvous(StaticTCPRendezvous):
@@ -76,18 +74,12 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def root_cause(rank: int, failure: ProcessFailure) -> str:
-    """Return a line that says why `rank` failed. It begins with "error: " unless the rank has
-    printed its error.
-    """
+    """Return a line on the cause of a failure, with "error: " unless the rank has printed it."""
     message: Any = failure.message
     if isinstance(message, dict):  # the content of the rank's error file
         lines = message["extraInfo"]["py_callstack"].splitlines()
-        if lines[0].startswith("Traceback"):
-            return f"error: {lines[-1]}"
-        return (
-            "error:"
-            f" {': '.join(one for one in lines[:2] if not one.startswith('last good checkpoint'))}"
-        )
+        cause = [line for line in lines[:2] if not line.startswith("last good checkpoint")]
+        return f"error: {lines[-1] if lines[0].startswith('Traceback') else ': '.join(cause)}"
     if failure.exitcode < 0:
         return f"error: rank {rank} was ended by a signal ({message})"
     return (
@@ -97,9 +89,7 @@ def root_cause(rank: int, failure: ProcessFailure) -> str:
 
 
 def main() -> None:
-    """Run torchrun; exit with 2 if the rank that failed first has exited with 2, with 1 after any
-    other failure.
-    """
+    """Run torchrun; exit with 2 if the first rank to fail has done so, else with 1 if it failed."""
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", BoundRendezvous)

@@ -15,23 +15,17 @@ SECONDS = 3.0
 
 
 def measure_fitness(device: torch.device, *, num_threads: int) -> dict[str, float]:
-    """Return the GFLOP/s of a float32 matrix product, and the GB/s that a copy reads and writes
-    together.
-    """
+    """Return the GFLOP/s of a float32 matrix product, and the GB/s that a copy reads and writes."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     size, length = (8192, 2**26) if device.type == "cuda" else (1024, 2**25)
     left, right, product = (torch.rand(size, size, device=device) for _ in range(3))
     source, target = (torch.rand(length, device=device) for _ in range(2))
-    rates = {
-        MATMUL: 2
-        * size**3
-        * calls_per_second(lambda: torch.mm(left, right, out=product), device)
-        / 1e9,
-        BANDWIDTH: 2 * 4 * length * calls_per_second(lambda: target.copy_(source), device) / 1e9,
-    }
+    products = calls_per_second(lambda: torch.mm(left, right, out=product), device)
+    copies = calls_per_second(lambda: target.copy_(source), device)
     torch.set_num_threads(before)
-    return rates
+    bytes_per_copy = 2 * 4 * length  # each float32 is read and written
+    return {MATMUL: 2 * size**3 * products / 1e9, BANDWIDTH: bytes_per_copy * copies / 1e9}
 
 
 def calls_per_second(function: Callable[[], object], device: torch.device) -> float:
@@ -44,15 +38,13 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
     while seconds < SECONDS:
         function()
         synchronize(device)
-        count = count + 1
+        count += 1
         seconds = time.perf_counter() - began
     return count / seconds
 
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
-    """Return the lowest speeds (`measure_fitness`) of this node's GPUs; if it has none or not
-    `use_gpus`, the CPU's.
-    """
+    """Return the lowest `measure_fitness` of this node's GPUs, or of the CPU without GPUs."""
     num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]

@@ -1,6 +1,4 @@
-"""A job file: the config of one job, composed and checked before any rank starts, and the run
-directory of the job.
-"""
+"""Job files: the config of a job, checked before any rank starts, and its run directory."""
 
 import json
 from pathlib import Path
@@ -13,17 +11,24 @@ from ddp_trainer.files import replace_text
 
 
 def write_job(path: Path, config: dict[str, Any], run_dir: Path) -> None:
-    """Write a job file with a config, as dicts and lists, and a run directory. `read_job`
-    reads it.
+    """Write a job file with a config, as `to_builtins` returns it, and a run directory.
+
+    A `path_error` if it cannot be written.
     """
-    replace_text(path, json.dumps({"run_dir": str(run_dir), "config": config}, indent=1) + "\n")
+    text = json.dumps({"run_dir": str(run_dir), "config": config}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text + "\n")
+    except OSError as error:
+        cause = error.strerror or error
+        raise path_error(error, f"job file {path} cannot be written: {cause}") from error
 
 
 def read_job(path: Path) -> tuple[Config, Path]:
     """Return the config and the run directory of a job file.
 
-    ConfigError if `path` is not a job file, or if its config breaks a rule; a `path_error` if
-    `path` cannot be read.
+    ConfigError if it is not a job file or its config breaks a rule; a `path_error` if it cannot be
+    read.
     """
     try:
         job: dict[str, Any] = json.loads(path.read_text())

@@ -1,6 +1,4 @@
-"""Host names and routes on this host, ports to listen at, and connections with a timeout. Imports
-no torch.
-"""
+"""Host names, routes, ports to listen at, and connections with a timeout. Imports no torch."""
 
 import asyncio
 import socket
@@ -13,16 +11,13 @@ from ddp_trainer.config.errors import ConfigError, TransientError
 
 T = TypeVar("T")
 ANSWER_SECONDS = 4.0
-"""Seconds in which a host must answer. The kernel needs 3 s to report that no host has an address.
-"""
+"""Seconds in which a host must answer; the kernel reports a missing host after 3 s."""
 MAX_BYTES = 2**16
 """Maximum bytes of a line that is received on a connection."""
 
 
 def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
-    """Call ``function()`` in a daemon thread and return its result; TimeoutError after `timeout`
-    seconds.
-    """
+    """Return the result of ``function()`` from a daemon thread; TimeoutError if it is late."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -36,37 +31,34 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
 
 
 def address_of(name: str) -> str:
-    """Return the address of the host `name`, preferably IPv4; OSError or UnicodeError if `name`
-    does not resolve.
-    """
+    """Return the address of a host, preferably IPv4; OSError, UnicodeError if it has none."""
     answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
 
 
 def resolve(name: str, *, timeout: float) -> str:
-    """Return the address of the host `name`; ConfigError if it is unknown, TransientError if no
-    name server answers.
+    """Return the address of the head `name`.
+
+    ConfigError if the name is unknown, TransientError if no name server answers.
     """
+    kind: type[Exception] = ConfigError
+    cause = "unknown name"
     try:
         return call_with_timeout(lambda: address_of(name), timeout)
-    except (
-        OSError,
-        UnicodeError,
-    ) as error:  # UnicodeError: a label of the name is empty or too long
-        is_silent = (
-            isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN
-        )
-        cause = "the name server does not answer" if is_silent else "unknown name"
-    raise (TransientError if is_silent else ConfigError)(
+    except UnicodeError:  # a label of the name is empty or too long
+        pass
+    except OSError as error:
+        if isinstance(error, TimeoutError) or error.errno == socket.EAI_AGAIN:
+            kind = TransientError
+            cause = "the name server does not answer"
+    raise kind(
         f"head {name!r} does not resolve on this host ({cause}): give its address, or a name that"
         " every node knows"
     )
 
 
 def address_towards(address: str) -> str:
-    """Return this host's own address on the route to `address`; TransientError if it has no route
-    to `address`.
-    """
+    """Return this host's own address on the route to `address`; TransientError if it has none."""
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing: the kernel only looks up the route
@@ -84,17 +76,13 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 async def connect(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect, and return the streams to read and write; OSError if this fails or exceeds
-    `ANSWER_SECONDS`.
-    """
+    """Connect, and return the streams; OSError if this fails or takes over `ANSWER_SECONDS`."""
     async with asyncio.timeout(ANSWER_SECONDS):
         return await asyncio.open_connection(address, port, limit=MAX_BYTES)
 
 
 async def check_port(address: str, port: int, failure: str) -> None:
-    """Raise TransientError, whose text begins with `failure`, if this host cannot connect to `port`
-    at `address`.
-    """
+    """Raise TransientError, which begins with `failure`, if this host cannot connect to a port."""
     try:
         (await connect(address, port))[1].close()
     except OSError:

@@ -20,7 +20,7 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.launchers.fitness import UNITS, measure_fitness
-from ddp_trainer.launchers.node_check import SLOW
+from ddp_trainer.launchers.node_check.server import SLOW
 from ddp_trainer.launchers.node_check.client import CLOCK_SECONDS
 from ddp_trainer.timing import median_seconds
 

@@ -21,7 +21,9 @@ from torch.distributed import TCPStore
 from ddp_trainer.commands import freeze, node_check
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.launchers.network import MAX_BYTES
-from ddp_trainer.launchers.node_check import RDZV_ID, SECRET, Message, NodeInfo, find_slow, receive
+from ddp_trainer.launchers.node_check.messages import Message, receive
+from ddp_trainer.launchers.node_check.node import RDZV_ID, SECRET, NodeInfo
+from ddp_trainer.launchers.node_check.server import find_slow
 
 SECONDS = 90
 """After which a node that has not ended fails the test."""
@@ -36,6 +38,9 @@ NODE = NodeInfo(
     address="127.0.0.1",
     versions={"nnodes": "2"},
     config={RDZV_ID: "none", SECRET: "shared"},
+    speeds={},
+    name="",
+    run_dir=Path(),
 )
 """A node of a job without a config, with the secret "shared"."""
 

@@ -1,12 +1,11 @@
-"""The node check on each node but the head: compare settings with the head, send a report, wait for
-the result.
-"""
+"""The node check on all nodes but the head: they compare settings, report, and get the result."""
 
 import asyncio
 import os
 import secrets
 import time
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -18,15 +17,8 @@ from ddp_trainer.launchers.network import (
     connect,
     listen,
 )
-from ddp_trainer.launchers.node_check import (
-    RDZV_ID,
-    Message,
-    NodeInfo,
-    PortTakenError,
-    encode_error,
-    raise_error,
-    receive,
-)
+from ddp_trainer.launchers.node_check.messages import Message, encode_error, raise_error, receive
+from ddp_trainer.launchers.node_check.node import RDZV_ID, NodeInfo, PortTakenError
 
 CLOCK_SECONDS = 5.0
 """Seconds by which two clocks may differ. An elastic job treats a node as dead whose clock is 15 s
@@ -39,17 +31,23 @@ the head's port.
 
 
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
-    """Wait until this node can start; raise an error if it cannot. error: what is wrong on this
-    node; None: nothing.
-    """
+    """Return when this node can start; else raise the reason. error: an error of this node."""
     key = node.key()
+    report = Message(
+        rank=node.node_rank,
+        address=node.address,
+        port=0,
+        error=encode_error(error and node.named(error)),
+        speeds=node.speeds,
+        name=node.name,
+    )
     result = None
     deadline = time.monotonic() + node.timeout
     while result is None:
         try:
-            result = await attempt(node, key, encode_error(error and node.named(error)))
+            result = await attempt(node, key, report)
         except (TransientError, ConfigError) as failure:
-            if isinstance(failure, (PortTakenError, ConfigError)):
+            if isinstance(failure, PortTakenError | ConfigError):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
             if time.monotonic() > deadline:
                 raise node.named(error or failure) from None
@@ -57,12 +55,11 @@ async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
     raise_error(result)
 
 
-async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
-    """Connect to the head, send a report, and return the head's result: an encoded error, or "" if
-    the job can start.
+async def attempt(node: NodeInfo, key: bytes, report: Message) -> str:
+    """Connect to the head, send `report`, and return the result: an encoded error, "" if none.
 
-    error: an error of this node, also encoded; "" if there is none. If this function raises, a
-    retry may succeed.
+    Raises:
+        ConfigError, TransientError: there is no result; a retry may succeed.
     """
     try:
         reader, writer = await connect(*node.head)
@@ -76,39 +73,35 @@ async def attempt(node: NodeInfo, key: bytes, error: str) -> str:
             if isinstance(failure, TimeoutError) and is_running(node):
                 return ""
             raise node.port_taken() from None
-        if is_signed:
-            error = error or await compare(node, challenge)
-        report = Message(
-            rank=node.node_rank,
-            address=node.address,
-            port=own_port.getsockname()[1],
-            nonce=secrets.token_hex(16),
-            error=error,
-            speeds=node.speeds,
-            name=node.name,
-        )
-        writer.write(report.encode(key if is_signed else b"", challenge.nonce))
-        if not is_signed:  # the unsigned report only shows the head that this node exists
+        if not is_signed:
+            # an unsigned report only shows the head that this node exists
+            writer.write(report.encode(b""))
             node.check_settings(challenge.settings)
             raise node.port_taken()
+        report = replace(
+            report,
+            port=own_port.getsockname()[1],
+            nonce=secrets.token_hex(16),
+            error=report.error or await compare(node, challenge),
+        )
+        writer.write(report.encode(key, challenge.nonce))
+        no_answer = TransientError(
+            f"node 0, the head at {node.head[0]}, has ended or does not answer: see its output"
+        )
         try:
             result, is_signed = await receive(reader, key, report.nonce, node.timeout + 10)
         except (OSError, ValueError):
-            result = None
-    if result is None or not is_signed:
-        raise TransientError(
-            f"node 0, the head at {node.head[0]}, has ended or does not answer: see its output"
-        )
-    # this node is the cause
-    if not result.error or result.error[2:].startswith(f"node {node.node_rank} "):
+            raise no_answer from None
+    if not is_signed:
+        raise no_answer
+    code, _, text = result.error.partition(" ")
+    if not text or text.startswith(f"node {node.node_rank} "):  # this node is the cause
         return result.error
-    return f"{result.error[:2]}node {node.node_rank}: stopped by the head: {result.error[2:]}"
+    return f"{code} node {node.node_rank}: stopped by the head: {text}"
 
 
 async def compare(node: NodeInfo, head: Message) -> str:
-    """Compare settings and clock with the head (node 0), try its second port; return an encoded
-    error, "" if none.
-    """
+    """Compare settings and clock with the head, try its second port; return an encoded error."""
     behind = head.time - time.time()
     try:
         node.check_settings(head.settings)
@@ -125,9 +118,7 @@ async def compare(node: NodeInfo, head: Message) -> str:
 
 
 def is_running(node: NodeInfo) -> bool:
-    """Return whether this is an elastic job that already runs: torchrun's store answers at the
-    head's port.
-    """
+    """Return whether an elastic job runs already: its store answers at the head's port."""
     if node.min_nodes == node.max_nodes:
         return False
     from torch.distributed import TCPStore  # takes seconds
@@ -139,41 +130,28 @@ def is_running(node: NodeInfo) -> bool:
             lambda: TCPStore(*node.head, wait_for_workers=False, timeout=second).check([key]),
             ANSWER_SECONDS,
         )
-    # raised by torch if the answer is not that of a store
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        MemoryError,
-    ):
+    except (OSError, RuntimeError, ValueError, MemoryError):  # not the answer of a store
         return False
 
 
 def no_connection(node: NodeInfo, error: OSError) -> TransientError:
-    """Return an error for the user that explains `error`, with which the connection to the head has
-    failed.
-    """
-    target = "{}:{}".format(*node.head)
-    seconds = f"{node.timeout:.0f} s"
-    if isinstance(error, ConnectionError):
-        hint = (
-            " (a loopback address: each host reaches only itself)"
-            if ip_address(node.head[0]).is_loopback
-            else ""
-        )
-        text = (
-            f"nothing listened at {target} for {seconds}{hint}: start node 0 there within {seconds}"
-            " of this node"
-        )
-    elif isinstance(error, TimeoutError):
-        text = (
+    """Return the message for `error`, with which the connection to the head has failed."""
+    address, port = node.head
+    target = f"{address}:{port}"
+    if isinstance(error, TimeoutError):
+        return TransientError(
             f"{target} does not answer, packets are dropped: open this port in the firewalls"
             " between the nodes"
         )
-    else:
-        reason = os.strerror(error.errno or 0)
-        text = (
-            f"{target} cannot be reached ({reason}): check that the head is up and ip route shows a"
-            " route to it"
+    if not isinstance(error, ConnectionError):
+        return TransientError(
+            f"{target} cannot be reached ({os.strerror(error.errno or 0)}): check that the head is"
+            " up and ip route shows a route to it"
         )
-    return TransientError(text)
+    seconds = f"{node.timeout:.0f} s"
+    is_loopback = ip_address(address).is_loopback
+    hint = " (a loopback address: each host reaches only itself)" if is_loopback else ""
+    return TransientError(
+        f"nothing listened at {target} for {seconds}{hint}: start node 0 there within {seconds} of"
+        " this node"
+    )

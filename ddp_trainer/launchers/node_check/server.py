@@ -1,6 +1,4 @@
-"""The node check on the head: it collects the reports of the other nodes and answers them with the
-result.
-"""
+"""The node check on the head, which collects the nodes' reports and sends each node the result."""
 
 import asyncio
 import errno
@@ -9,73 +7,58 @@ import socket
 import time
 from asyncio import StreamReader, StreamWriter
 from dataclasses import replace
+from statistics import median
 
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.files import exclude_node
 from ddp_trainer.launchers.network import MAX_BYTES, check_port, connect, listen
-from ddp_trainer.launchers.node_check import (
-    Message,
-    NodeInfo,
-    encode_error,
-    find_slow,
-    raise_error,
-    receive,
-)
+from ddp_trainer.launchers.node_check.messages import Message, encode_error, raise_error, receive
+from ddp_trainer.launchers.node_check.node import NodeInfo
 
 REPORT_SECONDS = 10.0
-"""Seconds in which a connected node must report. It first tests a connection to the head, for up to
-4 s.
-"""
+"""Seconds in which a connected node must report; it may test a connection to the head for 4 s."""
 LINGER_SECONDS = 2.0
 """Seconds that an elastic job waits for one more node, and that the head waits until the nodes have
 read the result.
 """
 MAX_UNKNOWN = 256
-"""Maximum number of connections without a signed report; if one more is opened, the oldest is
-closed.
-"""
+"""Maximum number of connections without a signed report; one more closes the oldest."""
+SLOW = 0.85
+"""A node is slow if it reaches less than this share of the median of the other nodes."""
 
 
 async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when enough nodes are ready; else raise the reason. error: what is wrong on this node;
-    None: nothing.
-    """
+    """Return when enough nodes are ready; else raise the reason. error: an error of this node."""
     with take_port(node) as listener, listen(node.address, 0) as own_port:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
-            server.set_result(encode_error(node.named(error)))
+            server.set_result(node.named(error))
         raise_error(await server.run(listener))
 
 
 def take_port(node: NodeInfo) -> socket.socket:
-    """Return a socket that listens at node 0's address and port; PortTakenError if taken,
-    ConfigError if not usable.
-    """
+    """Return a socket that listens at the head's port; PortTakenError, ConfigError if it cannot."""
     address, port = node.head
     try:
-        if node.min_nodes < node.max_nodes:
-            listen(
-                "", port
-            ).close()  # torchrun's store of an elastic job will listen on all addresses
+        if node.min_nodes < node.max_nodes:  # torchrun's store will listen on all addresses then
+            listen("", port).close()
         return listen(address, port)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise node.port_taken() from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
                 f"this host was started as node 0, the head, but {address} is not an address of"
                 f" this host ({node.address}): give this host another node rank, or correct the"
                 " address of the head"
             ) from None
-        if error.errno != errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} cannot be used ({error.strerror}): choose another port"
-            ) from None
-    raise node.port_taken()
+        raise ConfigError(
+            f"port {port} cannot be used ({error.strerror}): choose another port"
+        ) from None
 
 
 class Server:
-    """Collects the reports of the other nodes, decides whether the job can start, and sends each
-    node this result.
-    """
+    """Collects the reports of the nodes, decides whether they can start, and sends the result."""
 
     def __init__(self, node: NodeInfo, *, port: int) -> None:
         self.node = node
@@ -88,27 +71,21 @@ class Server:
         """Connections without a signed report, the oldest first."""
         self.reports: dict[StreamWriter, Message] = {}
         self.strangers: dict[int, str] = {}
-        """Addresses that have sent a report without a valid signature, by the node rank in the
-        report.
-        """
+        """Addresses that have sent an unsigned report, by the node rank in the report."""
         self.newest_node = time.monotonic()
         self.deadline = self.newest_node + node.timeout
 
     async def run(self, listener: socket.socket) -> str:
-        """Serve the nodes; return the result, an encoded error or "", when they have it or after
-        `LINGER_SECONDS`.
-        """
-        # because asyncio would print errors that other programs cause, for example if no file
-        # descriptor is left
+        """Serve the nodes until they have the result, `LINGER_SECONDS` at most; return it."""
+        # because asyncio prints errors that other programs cause, such as EMFILE
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         server = await asyncio.start_server(self.serve, sock=listener, limit=MAX_BYTES, backlog=128)
+        address, port = self.node.head
         try:
-            (await connect(*self.node.head))[1].close()
+            (await connect(address, port))[1].close()
         except OSError:
             raise TransientError(
-                "this host cannot reach its own {}:{}: open the port in its firewall".format(
-                    *self.node.head
-                )
+                f"this host cannot reach its own {address}:{port}: open the port in its firewall"
             ) from None
         while not self.result.done():
             self.decide()
@@ -122,9 +99,7 @@ class Server:
         return self.result.result()
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        """Exchange messages with a client until it closes the connection; a client without the key
-        gets no result.
-        """
+        """Send a challenge to a client, and the result if it answers with a signed report."""
         self.unknown = [*(other for other in self.unknown if not other.is_closing()), writer]
         if len(self.unknown) > MAX_UNKNOWN:
             self.unknown[0].transport.abort()
@@ -144,78 +119,96 @@ class Server:
             writer.close()
 
     async def answer(self, report: Message, reader: StreamReader, writer: StreamWriter) -> None:
-        """Check a node's report, wait for the result and send it to the node; OSError if the node
-        has ended.
-        """
-        rank = report.rank
-        address = report.address
+        """Check a node's report, and send it the result; OSError if the node has ended."""
         try:
-            raise_error(report.error)
-            await check_port(
-                address, report.port, f"node {rank} ({address}): the head cannot reach it"
-            )
-            if same := [other.address for other in self.reports.values() if other.rank == rank]:
-                hosts = "twice" if same == [address] else f"to {same[0]} and {address}"
-                raise ConfigError(
-                    f"node rank {rank} was given {hosts}: give each node a different rank, from 0"
-                )
+            await self.check(report)
         except (ConfigError, TransientError) as error:
-            self.set_result(encode_error(error))
+            self.set_result(error)
         self.reports[writer] = report
         self.newest_node = time.monotonic()
         closed = asyncio.create_task(reader.read(1))
         await asyncio.wait((closed, self.result), return_when=asyncio.FIRST_COMPLETED)
         if self.result.done():
-            writer.write(
-                replace(self.message, error=self.result.result()).encode(self.key, report.nonce)
-            )
+            result = replace(self.message, error=self.result.result())
+            writer.write(result.encode(self.key, report.nonce))
         await closed
 
+    async def check(self, report: Message) -> None:
+        """Raise the error that a node has reported, or that the head finds in its report."""
+        rank = report.rank
+        address = report.address
+        raise_error(report.error)
+        await check_port(address, report.port, f"node {rank} ({address}): the head cannot reach it")
+        for other in self.reports.values():
+            if other.rank == rank:
+                same_host = other.address == address
+                hosts = "twice" if same_host else f"to {other.address} and {address}"
+                raise ConfigError(
+                    f"node rank {rank} was given {hosts}: give each node a different rank, from 0"
+                )
+
     def decide(self) -> None:
-        """Set the result if enough nodes are ready, or an error if the time is over with too few;
-        else do nothing.
-        """
+        """Set the result if enough nodes are ready, or if the time is over with too few."""
         node = self.node
         now = time.monotonic()
         num_ready = 1 + len(self.reports)
-        if num_ready == node.max_nodes or (
-            num_ready >= node.min_nodes and now > self.newest_node + LINGER_SECONDS
-        ):
-            self.set_result(self.slow_nodes())
+        is_complete = num_ready >= node.min_nodes and now > self.newest_node + LINGER_SECONDS
+        if num_ready == node.max_nodes or is_complete:
+            self.set_result(self.find_slow_nodes())
         elif num_ready < node.min_nodes and now > self.deadline:
-            missing = {*range(1, node.max_nodes)} - {
-                report.rank for report in self.reports.values()
-            }
-            others = (
-                f"; {self.strangers[rank]} came as node {rank} with other settings, or is not part"
-                " of this job"
-                for rank in sorted(self.strangers.keys() & missing)[:2]
-            )
-            names = ", ".join(f"node {rank}" for rank in sorted(missing)[:20])
-            least = "at least " * (node.min_nodes < node.max_nodes)
-            error = TransientError(
-                f"{num_ready} of {least}{node.min_nodes} nodes came within {node.timeout:.0f} s,"
-                f" missing: {names}{''.join(others)}: start all nodes within {node.timeout:.0f} s"
-                " of each other, and see the output of the missing nodes"
-            )
-            self.set_result(encode_error(error))
+            self.set_result(self.missing_nodes(num_ready))
 
-    def slow_nodes(self) -> str:
-        """Return an encoded error with the slow nodes, "" if none; SLURM will exclude them when it
-        requeues the job.
-        """
+    def missing_nodes(self, num_ready: int) -> TransientError:
+        """Return the error that names the nodes that have not come in time."""
+        node = self.node
+        ranks = {report.rank for report in self.reports.values()}
+        missing = [rank for rank in range(1, node.max_nodes) if rank not in ranks]
+        names = ", ".join(f"node {rank}" for rank in missing[:20])
+        strangers = [
+            f"; {self.strangers[rank]} came as node {rank} with other settings, or is not part of"
+            " this job"
+            for rank in missing
+            if rank in self.strangers
+        ]
+        least = "at least " if node.min_nodes < node.max_nodes else ""
+        seconds = f"{node.timeout:.0f} s"
+        return TransientError(
+            f"{num_ready} of {least}{node.min_nodes} nodes came within {seconds}, missing:"
+            f" {names}{''.join(strangers[:2])}: start all nodes within {seconds} of each other, and"
+            " see the output of the missing nodes"
+        )
+
+    def find_slow_nodes(self) -> TransientError | None:
+        """Return an error if nodes are slow; SLURM excludes them when it requeues the job."""
         nodes = {0: self.node} | {report.rank: report for report in self.reports.values()}
         slow = find_slow({rank: node.speeds for rank, node in nodes.items()})
         if not slow:
-            return ""
+            return None
         for rank in slow:
             exclude_node(self.node.run_dir, nodes[rank].name)
         text = "; ".join(list(slow.values())[:4])
         where = ", ".join(f"node {rank} is {nodes[rank].address}" for rank in list(slow)[:4])
         fix = "start the job without slow nodes, or set check.fitness=false"
-        return encode_error(TransientError(f"{text} ({where}): {fix}"))
+        return TransientError(f"{text} ({where}): {fix}")
 
-    def set_result(self, result: str) -> None:
+    def set_result(self, error: ConfigError | TransientError | None) -> None:
         """Set the result, unless it is already set."""
         if not self.result.done():
-            self.result.set_result(result)
+            self.result.set_result(encode_error(error))
+
+
+def find_slow(speeds: dict[int, dict[str, float]]) -> dict[int, str]:
+    """Return, by rank, which speed of a slow node is furthest below the median of the others."""
+    slow = {}
+    for rank, own in speeds.items():
+        others = [other for key, other in speeds.items() if key != rank]
+        if not own or not others:
+            continue
+        shares = {name: own[name] / median(other[name] for other in others) for name in own}
+        name = min(shares, key=shares.__getitem__)
+        if shares[name] < SLOW:
+            slow[rank] = (
+                f"node {rank} reaches {100 * shares[name]:.0f} % of the median of the other nodes"
+                f" in its {name}"
+            )
+    return slow

@@ -1,6 +1,4 @@
-"""Hydra launchers: they run each job of a sweep in its own processes, on this machine or on a SLURM
-cluster.
-"""
+"""Hydra launchers, which run each job of a sweep in its own processes, here or under SLURM."""
 
 from hydra.core.config_store import ConfigStore
 
@@ -9,8 +7,7 @@ from ddp_trainer.launchers.sweeps.torchrun import TorchrunLauncherConfig
 
 
 def register_launchers() -> None:
-    """Register ``hydra/launcher=torchrun`` and ``slurm`` in this process, not in every program that
-    uses Hydra.
-    """
-    for name, schema in (("torchrun", TorchrunLauncherConfig), ("slurm", SlurmLauncherConfig)):
-        ConfigStore.instance().store(group="hydra/launcher", name=name, node=schema)
+    """Register ``hydra/launcher=torchrun`` and ``slurm``, not for other programs with Hydra."""
+    store = ConfigStore.instance()
+    store.store(group="hydra/launcher", name="torchrun", node=TorchrunLauncherConfig)
+    store.store(group="hydra/launcher", name="slurm", node=SlurmLauncherConfig)

@@ -1,6 +1,4 @@
-"""The base class of the launchers: it composes and checks the jobs of a sweep, and returns their
-results.
-"""
+"""The base class of the launchers, which composes and checks the jobs of a sweep."""
 
 import re
 import sys
@@ -40,9 +38,7 @@ class Job:
     """Best top-1, or the error with which the job failed; None: the job has not run yet."""
 
     def finish(self, failure: str | None) -> None:
-        """Set `result`: best top-1 from summary.json, or an error if there is a `failure` or the
-        job was stopped.
-        """
+        """Set `result` from summary.json; to an error if there is a `failure` or it was stopped."""
         if failure is None:
             try:
                 summary = Summary.from_json((self.run_dir / "summary.json").read_text())
@@ -58,16 +54,12 @@ class Job:
 
 
 class JobLauncher(Launcher):
-    """Composes and checks the jobs of a sweep, runs them, and returns the best top-1 of
-    each job.
-    """
+    """Composes and checks the jobs of a sweep, runs them, and returns the best top-1 of each."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what `launch` needs; ConfigError if an option is bad, or if torchrun has started
-        this process.
-        """
+        """Store the config; ConfigError if an option is bad or torchrun started this process."""
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         require(
             not read_environment().under_torchrun,
@@ -81,15 +73,11 @@ class JobLauncher(Launcher):
 
     @abstractmethod
     def world_size(self, device: Device) -> int:
-        """Return the number of ranks of a job on `device`; ConfigError if the launcher's options do
-        not allow it.
-        """
+        """Return the number of ranks of a job; ConfigError if the options do not allow `device`."""
 
     @abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all `jobs` and set their results; a failed job must not end others. Exits if the user
-        stops the sweep.
-        """
+        """Run all `jobs` and set their results, even if some fail; exit if the user stops them."""
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -106,49 +94,34 @@ class JobLauncher(Launcher):
         for error in errors:
             print(f"error: {error}", file=sys.stderr, flush=True)
         self.run(list(jobs.values()))
-        results = [
-            outcome if isinstance(outcome, JobError) else outcome.result for outcome in outcomes
-        ]
-        if failed := [str(result) for result in results if isinstance(result, JobError)]:
-            print(
-                f"{len(failed)} of {len(results)} jobs failed: {'; '.join(failed)}",
-                file=sys.stderr,
-                flush=True,
-            )
+        results = [job.result if isinstance(job, Job) else job for job in outcomes]
+        print_failures(results)
         return [
             Return(overrides, status=JobStatus.COMPLETED, _return_value=result)
             for overrides, result in zip(job_overrides, results, strict=True)
         ]
 
     def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
-        """Return job `number`, and add it to `jobs` under its run directory; if its config is bad,
-        return the error.
-        """
-        swept = [
-            override for override in overrides if override not in self.config.hydra.overrides.task
-        ]
+        """Return job `number`, added to `jobs` by run directory, or the error of its config."""
+        task = self.config.hydra.overrides.task
+        swept = [override for override in overrides if override not in task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
         try:
             composed = self.loader.load_sweep_config(self.config, overrides)
             with open_dict(composed):
                 composed.hydra.job.id = composed.hydra.job.num = number
             HydraConfig.instance().set_config(composed)
-            config = to_config(
-                OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-            )
+            keys = [str(key) for key in composed if key != "hydra"]
+            config = to_config(OmegaConf.masked_copy(composed, keys))
             config.check_world_size(self.world_size(config.device))
-            job = Job(
-                number=number,
-                label=label,
-                config=config,
-                run_dir=job_dir(config.output_dir, config.name),
-            )
+            run_dir = job_dir(config.output_dir, config.name)
+            job = Job(number=number, label=label, config=config, run_dir=run_dir)
             # a sweeper may propose a job twice: the job runs once
-            first = jobs.setdefault(job.run_dir, job)
-            fix = "sweep over keys that change the training (device does not, for example)"
+            first = jobs.setdefault(run_dir, job)
             require(
                 first.config == config,
-                f"{job.run_dir} is the run directory of {first.label} too: {fix}",
+                f"{run_dir} is the run directory of {first.label} too: sweep over keys that change"
+                " the training (device does not, for example)",
             )
             return first
         except (ConfigError, OmegaConfBaseException, HydraException) as error:
@@ -157,10 +130,16 @@ class JobLauncher(Launcher):
             return failure
 
 
+def print_failures(results: Sequence[object]) -> None:
+    """Print the errors among the results of jobs, if there are any."""
+    failed = [str(result) for result in results if isinstance(result, JobError)]
+    if failed:
+        text = f"{len(failed)} of {len(results)} jobs failed: {'; '.join(failed)}"
+        print(text, file=sys.stderr, flush=True)
+
+
 class Return(JobReturn):
-    """The result of a job. If the job failed, `return_value` raises the error; Hydra's class would
-    also print it.
-    """
+    """The result of a job. The error of a failed job is only raised; Hydra would also print it."""
 
     @property
     def return_value(self) -> Any:  # type: ignore[override]
@@ -170,10 +149,7 @@ class Return(JobReturn):
 
 
 def last_error(log: Path) -> str | None:
-    """Return the text after "error: " in the last such line of the file `log`; None if it
-    has none.
-    """
-    errors = re.findall(
-        r"^error: (.+)", log.read_text(errors="replace") if log.exists() else "", re.MULTILINE
-    )
+    """Return the text after "error: " in the last such line of a file; None if it has none."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    errors = re.findall(r"^error: (.+)", text, re.MULTILINE)
     return errors[-1] if errors else None

@@ -1,7 +1,6 @@
 """``hydra/launcher=slurm``: submits launch/slurm.sbatch for each job of a sweep.
 
-It does not use submitit, which runs pickled functions and has its own batch script and its own
-requeueing.
+It does not use submitit, because submitit runs pickled functions and requeues in its own way.
 """
 
 import hashlib
@@ -14,12 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_trainer.config.composition import config_digest, config_dir, to_builtins
-from ddp_trainer.config.errors import POSITIVE, ConfigError, TransientError
+from ddp_trainer.config.errors import POSITIVE, ConfigError, JobError, TransientError, setting
 from ddp_trainer.config.schema import Device
 from ddp_trainer.launchers.job_file import write_job
 from ddp_trainer.launchers.sweeps.base import Job, JobLauncher, last_error
@@ -27,28 +26,24 @@ from ddp_trainer.launchers.sweeps.base import Job, JobLauncher, last_error
 
 @dataclass
 class SlurmLauncherConfig:
-    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null: SLURM or
-    launch/slurm.sbatch decides.
-    """
+    """The options ``hydra.launcher.…`` of ``hydra/launcher=slurm``; null: the default of SLURM."""
 
     _target_: str = "hydra_plugins.ddp_trainer.SlurmLauncher"
-    nodes: int = field(default=1, metadata=POSITIVE)
+    nodes: int = setting(1, POSITIVE)
     """Number of nodes per job."""
-    gpus_per_node: int | None = field(default=None, metadata=POSITIVE)
+    gpus_per_node: int | None = setting(None, POSITIVE)
     """GPUs on each node, one rank per GPU."""
-    ntasks_per_node: int | None = field(default=None, metadata=POSITIVE)
+    ntasks_per_node: int | None = setting(None, POSITIVE)
     """Ranks on each node without GPUs."""
-    cpus_per_task: int | None = field(default=None, metadata=POSITIVE)
+    cpus_per_task: int | None = setting(None, POSITIVE)
     """Cores per SLURM task; without ntasks_per_node a node has one task, also with several GPUs."""
     time: str | None = None
-    """Time limit of a job in minutes, or 'hours:minutes:seconds'; a job that is not finished is
-    requeued.
-    """
+    """Time limit of a job, in minutes or as 'hours:minutes:seconds', after which it is requeued."""
     partition: str | None = None
     """SLURM partition of the jobs."""
-    sbatch_args: list[str] = field(default_factory=list)
+    sbatch_args: list[str] = setting([])
     """Further arguments of sbatch, such as --account=me."""
-    poll_seconds: float = field(default=5.0, metadata=POSITIVE)
+    poll_seconds: float = setting(5.0, POSITIVE)
     """Seconds between two calls of squeue, which lists the jobs that have not ended."""
 
 
@@ -64,9 +59,8 @@ class SlurmLauncher(JobLauncher):
         self.options = options
 
     def world_size(self, device: Device) -> int:
-        return self.options["nodes"] * (
-            self.options["gpus_per_node"] or self.options["ntasks_per_node"] or 1
-        )
+        ranks_per_node = self.options["gpus_per_node"] or self.options["ntasks_per_node"] or 1
+        return self.options["nodes"] * ranks_per_node
 
     def run(self, jobs: Sequence[Job]) -> None:
         submitted: dict[str, Job] = {}
@@ -89,22 +83,16 @@ class SlurmLauncher(JobLauncher):
                         self.finish(job_id, submitted.pop(job_id))
         except KeyboardInterrupt:
             ids = " ".join(submitted)
-            print(
-                f"the jobs stay in SLURM: scancel {ids} ends them, and the same command waits for"
-                " them",
-                flush=True,
-            )
+            fix = f"scancel {ids} ends them, and the same command waits for them"
+            print(f"the jobs stay in SLURM: {fix}", flush=True)
             sys.exit(1)
 
     def submit(self, job: Job, queued: dict[str, str]) -> str:
-        """Submit a job and return its SLURM id; if `queued` (ids by name) has the job, only return
-        the id.
-        """
+        """Submit a job, unless `queued` (ids by name) has it already, and return its SLURM id."""
         job_file, log = files_of(job)
         if job_id := queued.get(job_file.stem):
             print(f"{job.label}: already in SLURM as {job_id}, {log}", flush=True)
             return job_id
-        job_file.parent.mkdir(parents=True, exist_ok=True)
         write_job(job_file, to_builtins(job.config), job.run_dir)
         log.unlink(missing_ok=True)  # SLURM appends to it, because a job may be requeued
         options = {"job_name": job_file.stem, "output": log} | self.options
@@ -122,29 +110,22 @@ class SlurmLauncher(JobLauncher):
         return job_id
 
     def finish(self, job_id: str, job: Job) -> None:
-        """Set and print the result of a job that left the queue: from summary.json, unless SLURM
-        reports a failure.
-        """
+        """Set and print the result of a job that has left the queue."""
         log = files_of(job)[1]
         state = ""
         with suppress(TransientError):
             state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
         failure = last_error(log) or f"SLURM job {job_id} ended as {state}, see {log}"
         job.finish(None if state in ("COMPLETED", "") else failure)
-        print(
-            f"{job.label}: {job.result if isinstance(job.result, Exception) else 'done'}",
-            flush=True,
-        )
+        result = job.result if isinstance(job.result, JobError) else "done"
+        print(f"{job.label}: {result}", flush=True)
 
 
 def files_of(job: Job) -> tuple[Path, Path]:
-    """Return the paths of the job file and the log, NAME.json and NAME.log. NAME is the name of the
-    job in SLURM.
-    """
-    digest = hashlib.sha256(
-        f"{config_digest(job.config)} {job.run_dir.absolute()}".encode()
-    ).hexdigest()
-    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest[:12]}"
+    """Return the paths of job file and log: the name of the job in SLURM, and .json or .log."""
+    identity = f"{config_digest(job.config)} {job.run_dir.absolute()}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest}"
     folder = Path(job.config.output_dir).expanduser().absolute() / ".slurm"
     return folder / f"{name}.json", folder / f"{name}.log"
 
@@ -156,11 +137,10 @@ def queued_jobs() -> dict[str, str]:
 
 
 def slurm(*command: str) -> str:
-    """Run a SLURM command and return its output. The variables of a SLURM job around this process
-    are not passed on.
+    """Run a SLURM command, without the variables of a job around this process; return its output.
 
-    ConfigError if it is not installed or sbatch refuses the job, TransientError if squeue fails or
-    SLURM is silent.
+    ConfigError if it is not installed or sbatch refuses the job; TransientError if squeue fails or
+    SLURM does not answer.
     """
     kept = {
         key: value

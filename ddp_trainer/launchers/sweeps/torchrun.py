@@ -6,14 +6,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import POSITIVE, require
+from ddp_trainer.config.errors import POSITIVE, ConfigError, TransientError, require, setting
 from ddp_trainer.config.schema import Device
 from ddp_trainer.distributed.environment import read_environment, usable_cores, visible_gpus
 from ddp_trainer.distributed.graceful_stop import GracefulStop
@@ -21,6 +22,8 @@ from ddp_trainer.launchers.job_file import write_job
 from ddp_trainer.launchers.sweeps.base import Job, JobLauncher, last_error
 
 POLL_SECONDS = 0.1
+STOP = "stop"
+"""The name of the file that stops all jobs of a sweep gracefully."""
 
 
 @dataclass
@@ -28,18 +31,14 @@ class TorchrunLauncherConfig:
     """The options ``hydra.launcher.…`` of ``hydra/launcher=torchrun``."""
 
     _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
-    nproc_per_node: int | None = field(default=None, metadata=POSITIVE)
-    """Ranks per job; null: one per GPU of the job, or without GPUs the number of usable cores /
-    max_parallel.
-    """
-    max_parallel: int = field(default=1, metadata=POSITIVE)
+    nproc_per_node: int | None = setting(None, POSITIVE)
+    """Ranks per job; null: one per GPU of the job, without GPUs usable cores / max_parallel."""
+    max_parallel: int = setting(1, POSITIVE)
     """Number of jobs that run at the same time; GPUs and cores are split between them."""
 
 
 class TorchrunLauncher(JobLauncher):
-    """Runs each job in its own torchrun, up to `max_parallel` jobs at a time; Ctrl-C stops all jobs
-    gracefully.
-    """
+    """Runs each job in a torchrun, `max_parallel` at a time; Ctrl-C stops all jobs gracefully."""
 
     def __init__(self, nproc_per_node: int | None, max_parallel: int) -> None:
         self.nproc_per_node = nproc_per_node
@@ -53,9 +52,7 @@ class TorchrunLauncher(JobLauncher):
         return visible_gpus(torch.cuda.device_count())
 
     def gpus_of(self, device: Device, slot: int) -> list[str]:
-        """Return the GPUs of the job in `slot`, 0 to ``max_parallel - 1``; an empty list if
-        `device` is cpu.
-        """
+        """Return the GPUs of `slot`, 0 to ``max_parallel - 1``; an empty list for device=cpu."""
         if device is Device.cpu:
             return []
         share = len(self.gpus) // self.max_parallel
@@ -74,24 +71,24 @@ class TorchrunLauncher(JobLauncher):
         )
 
     def run(self, jobs: Sequence[Job]) -> None:
-        stop_file = read_environment().stop_file
-        # by slot
-        queue = list(jobs)
-        running = dict[int, Iterator[None]]()
+        waiting = iter(jobs)
         with (
             tempfile.TemporaryDirectory(prefix="ddp_trainer-") as folder,
-            GracefulStop(stop_file) as stop,
+            GracefulStop(read_environment().stop_file) as stop,
+            ThreadPoolExecutor(self.max_parallel) as pool,
         ):
-            while queue or running:
+
+            def run_jobs(slot: int) -> None:
+                while not stop.is_set and (job := next(waiting, None)):
+                    self.run_job(job, slot, Path(folder))
+
+            workers = [pool.submit(run_jobs, slot) for slot in range(self.max_parallel)]
+            while not all(worker.done() for worker in workers):
                 if stop.poll():
-                    Path(folder, "stop").touch()
-                    queue.clear()
-                for slot in range(self.max_parallel):
-                    if slot not in running and queue:
-                        running[slot] = self.run_job(queue.pop(0), slot, Path(folder))
-                    if slot in running and next(running[slot], "ended") == "ended":
-                        del running[slot]
+                    Path(folder, STOP).touch()
                 time.sleep(POLL_SECONDS)
+            for worker in workers:
+                worker.result()  # raises the worker's exception
         if stop.is_set:
             done = sum(isinstance(job.result, float) for job in jobs)
             print(
@@ -100,45 +97,40 @@ class TorchrunLauncher(JobLauncher):
             )
             sys.exit(0)
 
-    def run_job(self, job: Job, slot: int, folder: Path) -> Iterator[None]:
-        """Run a job on share number `slot` of the GPUs: yield while it runs, print its output, set
-        its result.
+    def run_job(self, job: Job, slot: int, folder: Path) -> None:
+        """Run a job on share `slot` of the GPUs, print its output, and set its result.
 
         folder: where the job file and the output of the job are written.
         """
-        prefix = f"{job.number}: " if self.max_parallel > 1 else ""
         log = folder / f"job-{job.number}.log"
-        line = b""
         try:
             torchrun = self.start(job, slot, log)
-        except OSError as error:  # a full disk, for example
+        except (OSError, ConfigError, TransientError) as error:  # a full disk, for example
             return job.finish(f"torchrun could not be started: {error}")
+        prefix = f"{job.number}: " if self.max_parallel > 1 else ""
+        unfinished = b""
+        code = None
         with open(log, "rb") as output:
-            code = None
             while code is None:
-                yield
+                time.sleep(POLL_SECONDS)
                 code = torchrun.poll()
-                *lines, line = (line + output.read()).split(b"\n")
-                if code is not None and line:  # the last line may have no newline
-                    lines.append(line)
+                *lines, unfinished = (unfinished + output.read()).split(b"\n")
+                if code is not None and unfinished:
+                    lines.append(unfinished)
+                text = "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
                 with suppress(OSError):  # a lost terminal must not end the sweep
-                    print(
-                        *(f"{prefix}{line.decode(errors='replace')}\n" for line in lines),
-                        sep="",
-                        end="",
-                        flush=True,
-                    )
+                    print(text, end="", flush=True)
         failure = last_error(log) or f"torchrun ended with exit code {code}"
         job.finish(failure if code else None)
 
     def start(self, job: Job, slot: int, log: Path) -> subprocess.Popen[bytes]:
-        """Start torchrun for a job, on share number `slot` of the GPUs, and return the process.
+        """Start torchrun for a job on share `slot` of the GPUs, and return the process.
 
-        torchrun writes to the file `log`, not to a pipe: wandb's service, for example, may keep a
-        pipe open for longer.
+        torchrun writes to the file `log`, because other programs, such as wandb's service, may keep
+        a pipe open after torchrun has ended.
         """
         config = job.config
-        ranks = self.world_size(job.config.device)
+        ranks = self.world_size(config.device)
         if self.max_parallel > 1 and config.num_threads == "auto":
             config = replace(
                 config, num_threads=max(1, usable_cores() // self.max_parallel // ranks)
@@ -147,7 +139,7 @@ class TorchrunLauncher(JobLauncher):
         write_job(job_file, to_builtins(config), job.run_dir)
         variables = {
             "OMP_NUM_THREADS": "1",  # without it torchrun prints a warning
-            "DDP_TRAINER_STOP_FILE": str(log.with_name("stop")),
+            "DDP_TRAINER_STOP_FILE": str(log.with_name(STOP)),
             "DDP_TRAINER_COMMAND": shlex.join(["python", "-m", "ddp_trainer", *sys.argv[1:]]),
         }
         if gpus := self.gpus_of(config.device, slot):

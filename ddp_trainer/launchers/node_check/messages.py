@@ -1,0 +1,82 @@
+"""The messages between a node and the head: one line each, a signature in hex and then JSON."""
+
+import asyncio
+import hmac
+import json
+from dataclasses import asdict, dataclass, field, fields
+from ipaddress import ip_address
+from typing import Any, get_args
+
+from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, TransientError
+
+MAX_TEXT = 500
+LIMITS = {int: 2**16, float: 1e11}
+"""The numbers that are too large, by type."""
+
+
+def is_valid(value: Any, hint: Any) -> bool:
+    """Return whether a received value is of the type `hint` and within bounds."""
+    if hint is str:
+        return isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable()
+    if hint in LIMITS:
+        return type(value) in (int, hint) and 0 <= value < LIMITS[hint]
+    _, part_hint = get_args(hint)  # dict[str, …]
+    return isinstance(value, dict) and all(
+        is_valid(key, str) and is_valid(part, part_hint) for key, part in value.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A challenge, a report or a result; ValueError if a value is not valid."""
+
+    rank: int
+    address: str
+    port: int
+    """A free port on which the sender listens; the receiver tests that it can connect to it."""
+    nonce: str = ""
+    """A random text in the answer's signature, so that an answer recorded earlier is not valid."""
+    time: float = 0
+    settings: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+    """In a report the node's error, in a result that of the job, from `encode_error`; "": none."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not all(is_valid(getattr(self, item.name), item.type) for item in fields(self)):
+            raise ValueError("not a message of a node")
+        ip_address(self.address)
+
+    def encode(self, key: bytes, nonce: str = "") -> bytes:
+        """Return the line to send. nonce: that of the message which this one answers."""
+        body = json.dumps(asdict(self)).encode()
+        return hmac.digest(key, nonce.encode() + body, "sha256").hex().encode() + body + b"\n"
+
+
+async def receive(
+    reader: asyncio.StreamReader, key: bytes, nonce: str, seconds: float
+) -> tuple[Message, bool]:
+    """Return the next message, and whether it is signed; OSError or ValueError if none comes."""
+    async with asyncio.timeout(seconds):
+        line = await reader.readline()
+    try:
+        message = Message(**json.loads(line[64:]))
+    except (TypeError, RecursionError) as error:
+        raise ValueError("not a message of a node") from error
+    return message, hmac.compare_digest(line, message.encode(key, nonce))
+
+
+def encode_error(error: Exception | None) -> str:
+    """Return exit code and message of an error as one line, such as ``2 node 1 …``; "" for None."""
+    if error is None:
+        return ""
+    text = "".join(character if character.isprintable() else " " for character in str(error))
+    return f"{USER_ERROR if isinstance(error, ConfigError) else FAILURE} {text}"[:MAX_TEXT]
+
+
+def raise_error(error: str) -> None:
+    """Raise the error that `encode_error` has made into text, if it is not empty."""
+    if error:
+        code, _, text = error.partition(" ")
+        raise ConfigError(text) if code == str(USER_ERROR) else TransientError(text)
