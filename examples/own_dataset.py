@@ -24,7 +24,7 @@ class BarsConfig(DataConfig):
     name: str = "bars"
     count: int = 480
     """Training images; a quarter as many are for evaluation."""
-    augment: FileAugmentConfig = field(default_factory=FileAugmentConfig)
+    augment: FileAugmentConfig = field(default_factory=FileAugmentConfig)  # type: ignore[override]
 
 
 class Bars(Dataset[tuple[Tensor, int]]):
