@@ -33,8 +33,7 @@ class DamagedCheckpointError(Exception):
 
 
 def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
-    """Write `state` to `path` and, unless None, to `also`. After a crash, each file has its old
-    content or its new.
+    """Write `state` to `path` and `also`. After a crash, each has its old content or its new.
 
     `also` is replaced before `path`. If this process ends between the two, the next launch resumes
     from an older checkpoint, trains the same steps again, and writes both files again. OSError if
@@ -85,8 +84,10 @@ def read_state(path: Path) -> State:
             file.seek(max(0, size - TRAILER_BYTES))
             trailer = file.read()
             if trailer[:-32] != MAGIC:
-                what = "the file is truncated, or was not written by ddp_trainer"
-                raise DamagedCheckpointError(f"does not end with a checksum ({size} bytes): {what}")
+                raise DamagedCheckpointError(
+                    f"does not end with a checksum ({size} bytes): the file is truncated, or was"
+                    " not written by ddp_trainer"
+                )
             file.seek(0)
             digest = hashlib.sha256()
             end = size - TRAILER_BYTES
@@ -102,9 +103,7 @@ def read_state(path: Path) -> State:
 
 
 def parse(file: BinaryIO) -> State:
-    """Return the state in `file`; DamagedCheckpointError if it does not load, or has no key step or
-    epoch.
-    """
+    """Return the state in `file`; DamagedCheckpointError if it is none, with step and epoch."""
     file.seek(0)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -120,8 +119,7 @@ def parse(file: BinaryIO) -> State:
 
 
 def broadcast_state(state: State, world: World) -> State:
-    """Return rank 0's `state` on every rank, {} if it is empty. The `state` of the other ranks is
-    ignored.
+    """Return rank 0's `state` on every rank; that of the other ranks is ignored.
 
     Tensors are sent one by one, not as a second copy of the whole state, and arrive contiguous, on
     the CPU. Collective: every rank must call this.

@@ -1,6 +1,4 @@
-"""The run directory: locked by one launch at a time, and resumed only with the config that created
-it.
-"""
+"""The run directory, which one launch at a time locks, and resumes with the same config."""
 
 import errno
 from collections.abc import Iterator
@@ -17,55 +15,43 @@ from ddp_trainer.config.schema import Resume
 from ddp_trainer.files import lock_file, replace_text
 
 LOCK_SECONDS = 3.0
-"""How long a launch waits for the lock: an earlier launch that was killed may take a moment to end.
-"""
+"""How long a launch waits for the lock, because a killed launch may take a moment to end."""
+DAMAGE = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
+"""What reading a damaged config.yaml raises, or using its sections and keys of wrong types."""
 
 
 @contextmanager
 def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> Iterator[Path | None]:
-    """Create and lock `run_dir`, rename a former run first if resume=never, and write `config` to
-    config.yaml.
+    """Create and lock `run_dir`, and write `config` to config.yaml.
 
-    A directory without a checkpoint accepts any config. The lock is a file beside the directory,
-    which may be renamed; the kernel releases it when this process ends. Rank 0 only. Yields the new
-    path of the renamed run, or None.
+    With resume=never, a former run is renamed first; yields its new path, else None. A directory
+    without a checkpoint accepts any config. The lock is a file beside the directory, which may be
+    renamed; the kernel releases it when this process ends. Rank 0 only.
 
-    ConfigError if `run_dir` cannot be written, belongs to another config, or has no checkpoint for
-    resume=must; TransientError if another launch is running in `run_dir`, or the file system does
-    not answer or has no locks.
+    Raises:
+        ConfigError: `run_dir` cannot be written, belongs to another config, or has no checkpoint
+        for resume=must.
+        TransientError: another launch is running in `run_dir`, or the file system does not answer
+        or has no locks.
     """
     require(
         resume is not Resume.must or has_checkpoint(run_dir),
         f"resume=must needs a checkpoint and {run_dir} has none: check name and output_dir, or use"
         " resume=auto",
     )
+    lock = run_dir.with_name(f".{run_dir.name}.lock")
+    holder = f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
     with ExitStack() as stack:
         try:
             run_dir.parent.mkdir(parents=True, exist_ok=True)
-            holder = (
-                f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
-            )
-            lock = run_dir.with_name(f".{run_dir.name}.lock")
             stack.enter_context(lock_file(lock, seconds=LOCK_SECONDS, holder=holder))
             backup_dir = None
             if resume is Resume.never and run_dir.exists():
                 names = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in count(1))
                 backup_dir = run_dir.rename(next(path for path in names if not path.exists()))
             run_dir.mkdir(exist_ok=True)
-            path = run_dir / "config.yaml"
-            if has_checkpoint(run_dir) and path.exists():
-                try:
-                    check_changes(_read_config(path), config, run_dir=run_dir)
-                except (
-                    AttributeError,
-                    TypeError,
-                    RecursionError,
-                ) as error:  # a section or a key of a wrong type
-                    fix = "restore it, or start anew with resume=never"
-                    raise ConfigError(
-                        f"{path} is not the config of a run ({error}): {fix}"
-                    ) from error
-            replace_text(path, yaml.safe_dump(config, sort_keys=False))
+            check_config_file(run_dir, config)
+            replace_text(run_dir / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         except OSError as error:
             problem = "there is a file of that name" if error.errno == errno.EEXIST else error
             raise path_error(
@@ -76,34 +62,32 @@ def lock_run_dir(run_dir: Path, config: dict[str, Any], *, resume: Resume) -> It
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Return whether `run_dir` has a checkpoint to resume from, good or damaged: a file step-*.pt
-    (best.pt is none).
-    """
+    """Return whether `run_dir` has a checkpoint to resume from, good or damaged (not best.pt)."""
     return any((run_dir / "checkpoints").glob("step-*.pt"))
 
 
+def check_config_file(run_dir: Path, config: dict[str, Any]) -> None:
+    """Check that a run with a checkpoint in `run_dir` has been trained with `config`."""
+    path = run_dir / "config.yaml"
+    if not (has_checkpoint(run_dir) and path.exists()):
+        return
+    try:
+        check_changes(yaml.safe_load(path.read_text()), config, run_dir=run_dir)
+    except ConfigError:
+        raise
+    except DAMAGE as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path} is not the config of a run ({reason}): restore it, or start anew with"
+            " resume=never"
+        ) from error
+
+
 def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) -> None:
-    """Check that two configs (as builtins) lead to the same training; ConfigError names the keys
-    that differ.
-    """
+    """Check that two configs lead to the same training; ConfigError names the keys that differ."""
     changes = training_changes(old, new)
     require(
         not changes,
         f"{run_dir} holds a run of another config ({'; '.join(changes)}): choose name=… for a new"
         " run, or resume=never to start from step 0 (the old directory is renamed)",
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): restore it, or start anew with resume=never"
-        ) from error
-    require(
-        isinstance(config, dict),
-        f"{path} must be a YAML mapping: restore it, or start anew with resume=never",
-    )
-    return config

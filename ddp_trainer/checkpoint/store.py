@@ -1,6 +1,4 @@
-"""The checkpoints of one run: written in the background; the newest good one is restored, and old
-ones are deleted.
-"""
+"""The checkpoints of one run: written in the background, the newest good one restored."""
 
 import logging
 from collections.abc import Callable
@@ -35,9 +33,7 @@ class Checkpointable(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory. Rank 0 reads and writes files; writing happens in the
-    background.
-    """
+    """The checkpoints of one run directory. Rank 0 reads files, and writes in the background."""
 
     def __init__(
         self,
@@ -62,11 +58,9 @@ class CheckpointStore:
         self._pool.shutdown()
 
     def paths(self) -> list[Path]:
-        """Return the checkpoint files on disk from which a run can resume (step-*.pt, not best.pt),
-        newest first.
-        """
-        found = [path for path in self.folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
-        return sorted(found, key=lambda path: int(path.stem[5:]), reverse=True)
+        """Return the files from which a run can resume (step-*.pt, not best.pt), newest first."""
+        steps = {path.stem[5:]: path for path in self.folder.glob("step-*.pt")}
+        return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
 
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; return False if there is none.
@@ -92,9 +86,7 @@ class CheckpointStore:
         return bool(state)
 
     def _read_newest(self) -> State:
-        """Return the newest good state, {} if no file; rename newer, damaged files. ConfigError if
-        all are damaged.
-        """
+        """Return the newest good state, {} without a file; rename newer, damaged files."""
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
@@ -117,7 +109,7 @@ class CheckpointStore:
         return {}
 
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
-        """Copy the state of `source`, and write the copy to a checkpoint file in the background.
+        """Copy the state of `source`, and write the copy to a file in the background.
 
         If `is_best` and the config's ``keep_best``, also write best.pt. Collective: every rank must
         call this.

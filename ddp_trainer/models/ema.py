@@ -1,6 +1,4 @@
-"""The exponential moving average of a model's weights: evaluated in place of the weights, and saved
-with them.
-"""
+"""The exponential moving average of a model's weights, which is evaluated in their place."""
 
 import copy
 
@@ -23,14 +21,13 @@ class AveragedWeights:
         pairs = list(
             zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
         )
-        self.pairs = [(average, value) for average, value in pairs if value.is_floating_point()]
-        self.counters = [
-            (average, value) for average, value in pairs if not value.is_floating_point()
-        ]
+        self.pairs = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the weights of the model; to be called after each step."""
-        self.average([average for average, _ in self.pairs], [value for _, value in self.pairs], 0)
+        averages, values = zip(*self.pairs, strict=True)
+        self.average(averages, values, 0)
         for counter, value in self.counters:
             counter.copy_(value)

@@ -14,22 +14,19 @@ from ddp_trainer.models.state import load_state
 
 logger = logging.getLogger(__name__)
 
+State = dict[str, Tensor]
+
 BACKBONE = "backbone"
 SECTIONS = ("ema", "model", "state_dict", "model_state_dict")
-"""Keys under which files have their weights: of this project and torchvision, of timm and
-Lightning, and others.
-"""
+"""Keys of the weights in files of this project, torchvision, timm, Lightning and others."""
 PREFIXES = ("module.", "model.", "_orig_mod.")
 """Prefixes that DDP, Lightning and torch.compile add to the names of tensors."""
 AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
-"""Prefixes of the tensors of auxiliary classifiers (inception_v3, googlenet), which the models here
-do not have.
-"""
+"""Prefixes of auxiliary classifiers (inception_v3, googlenet), which the models here lack."""
 
 
 def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
-    """Load the weights in `file` into `model`, without those of auxiliary classifiers that the
-    model does not have.
+    """Load the weights in `file` into `model`, except those of auxiliary classifiers.
 
     The last layer of `model` stays as it is if its shape in the file differs or the file lacks it.
 
@@ -39,42 +36,35 @@ def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
     """
     own = model.state_dict()
     head = head_names(model, num_classes)
-    state = without_prefixes(read_weights(Path(file).expanduser()), own)
-    state = {
-        name: tensor
-        for name, tensor in state.items()
-        if name in own or not name.startswith(AUXILIARY)
-    }
-    wrong = [name for name in own if name in state and state[name].shape != own[name].shape]
-    if set(wrong) & head:
-        state = {name: tensor for name, tensor in state.items() if name not in head}
-    missing = [
-        name
-        for name in own
-        if name not in state and name not in head and own[name].is_floating_point()
-    ]
-    problems = [
-        f"{name} is {list(state[name].shape)} in the file and {list(own[name].shape)} in the model"
-        for name in wrong
-        if name not in head
-    ]
-    problems += [f"{name} is not in the file" for name in missing]
-    problems += [f"{name} is not in the model" for name in state if name not in own]
-    more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-    require(
-        not problems,
-        f"model.weights={file} does not match the model: {'; '.join(problems[:3])}{more}; choose"
-        " the model and the options with which the file was saved",
-    )
-    load_state(model, state, strict=False)
-    new = ", ".join(name for name in own if name in head and name not in state) or "none"
+    state = select(without_prefixes(read_weights(Path(file).expanduser()), own), own, head)
+    optional = {key: own[key] for key in own if key in head or not own[key].is_floating_point()}
+    try:
+        load_state(model, optional | state)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.weights={file} does not match the model: {reason}; choose the model and the"
+            " options with which the file was saved"
+        ) from error
+    new = ", ".join(key for key in own if key in head and key not in state) or "none"
     logger.info("loaded %d tensors from %s; randomly initialized: %s", len(state), file, new)
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file by name; ConfigError if the file cannot be read or has no
-    tensors.
+def select(state: State, own: State, head: set[str]) -> State:
+    """Return `state` without auxiliary classifiers, and without `head` if its shapes are not `own`.
+
+    head: the names of the parameters of the last layer. own: the tensors of the model.
     """
+    is_other_head = any(key in state and state[key].shape != own[key].shape for key in head)
+    return {
+        key: value
+        for key, value in state.items()
+        if not (is_other_head and key in head) and (key in own or not key.startswith(AUXILIARY))
+    }
+
+
+def read_weights(path: Path) -> State:
+    """Return the tensors in a file by name; ConfigError if it cannot be read or has none."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file  # an extra
@@ -95,23 +85,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for section in SECTIONS:
         if isinstance(state, dict) and isinstance(state.get(section), dict):
             state = state[section]
-    is_state = (
-        isinstance(state, dict)
-        and bool(state)
-        and all(torch.is_tensor(value) for value in state.values())
-    )
     require(
-        is_state,
+        isinstance(state, dict) and bool(state) and all(map(torch.is_tensor, state.values())),
         f"model.weights={path} has no weights: it must be a dict of tensors by name, like a"
         " state_dict",
     )
     return state
 
 
-def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """Return `state` without prefixes that a wrapper added to all names. own: the names without a
-    wrapper.
-    """
+def without_prefixes(state: State, own: Iterable[str]) -> State:
+    """Return `state` without prefixes that wrappers added to all names; `own` has none."""
     state = dict(state)
     while not state.keys() & set(own):
         prefix = next(
@@ -124,36 +107,30 @@ def without_prefixes(state: dict[str, Tensor], own: Iterable[str]) -> dict[str, 
 
 
 def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
-    """Exclude the parameters that `prefixes` select from training; ConfigError if a prefix matches
-    no parameter.
+    """Exclude the parameters that `prefixes` select from training.
 
     A prefix is the name of a module or parameter, or "backbone": all parameters except those of the
-    last layer, which is the last one with `num_classes` outputs.
+    last layer with `num_classes` outputs. ConfigError if a prefix matches no parameter.
     """
     head = head_names(model, num_classes)
     for prefix in prefixes:
-        names = [
-            name
-            for name, _ in model.named_parameters()
-            if (
-                name not in head
-                if prefix == BACKBONE
-                else f"{name}.".startswith(f"{prefix.rstrip('.')}.")
-            )
+        start = f"{prefix.rstrip('.')}."
+        selected = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if (name not in head if prefix == BACKBONE else f"{name}.".startswith(start))
         ]
         children = ", ".join(name for name, _ in model.named_children())
         require(
-            bool(names),
+            bool(selected),
             f"model.freeze={prefix} matches no parameter; choose from {BACKBONE}, {children}",
         )
-        for name in names:
-            model.get_parameter(name).requires_grad_(False)
+        for parameter in selected:
+            parameter.requires_grad_(False)
 
 
 def head_names(model: nn.Module, num_classes: int) -> set[str]:
-    """Return the parameter names of the last layer with `num_classes` outputs; empty if there is no
-    such layer.
-    """
+    """Return the names of the parameters of the last layer with `num_classes` outputs, if any."""
     for name, module in reversed(list(model.named_modules())):
         own = dict(module.named_parameters(recurse=False))
         if own and all(parameter.shape[:1] == (num_classes,) for parameter in own.values()):

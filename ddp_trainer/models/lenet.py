@@ -7,8 +7,7 @@ from ddp_trainer.config.models import LeNetConfig, LeNetInit
 
 
 class LeNet(nn.Sequential):
-    """Two convolutions and two linear layers, for images of at least 8×8 pixels; ConfigError for
-    smaller images.
+    """Two convolutions and two linear layers; ConfigError for images smaller than 8×8 pixels.
 
     Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998; the layer
     sizes are those of Dive into Deep Learning, "Training on Multiple GPUs".

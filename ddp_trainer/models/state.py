@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 
-def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError as in
-    ``nn.Module.load_state_dict``.
+def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into the parameters and buffers of `model`; RuntimeError if they do not match.
 
     torch keeps the versions of modules in the attribute ``_metadata`` of a state dict; files lack
     it. Some modules reject a state dict without it (MNASNet of torchvision), so it is copied from
@@ -16,13 +15,11 @@ def load_state(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool 
     """
     state = OrderedDict(tensors)
     state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
-    model.load_state_dict(state, strict=strict)
+    model.load_state_dict(state)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of `model` by name: the parameters themselves, not copies, and copies of
-    the buffers.
-    """
+    """Return the tensors of `model` by name: the parameters themselves, and copies of buffers."""
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return {
         name: value.clone() if name in buffers else value

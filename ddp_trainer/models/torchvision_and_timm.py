@@ -1,6 +1,4 @@
-"""The classifiers of torchvision and of timm, by name, for images of the sizes and channels that
-they allow.
-"""
+"""The classifiers of torchvision and timm, by name, for images of any shape that they allow."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +16,7 @@ WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
 def build_torchvision(
     config: TorchvisionModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return torchvision's classifier `config.arch`; ConfigError if it is unknown or does not take
-    such images.
-    """
+    """Return torchvision's `config.arch`; ConfigError if it is unknown or refuses such images."""
     channels, height, width = image_shape
     check_name(config.arch, models.list_models(module=models), library="torchvision")
     options: dict[str, Any] = {}
@@ -48,9 +44,7 @@ def build_torchvision(
 def build_timm(
     config: TimmModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return timm's model `config.arch`; ConfigError if it is unknown or does not take
-    such images.
-    """
+    """Return timm's `config.arch`; ConfigError if it is unknown or refuses such images."""
     try:
         import timm  # takes a second to import, and is an extra
     except ModuleNotFoundError as error:
@@ -77,9 +71,7 @@ def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
 def build_for(
     build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]
 ) -> nn.Module:
-    """Return the model that `build` returns, after a test with a black image; ConfigError if one of
-    the two fails.
-    """
+    """Return the result of `build` after a test with a black image; ConfigError if either fails."""
     try:
         model = build()
         with torch.no_grad():
@@ -94,20 +86,10 @@ def build_for(
 
 
 def replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Replace the first convolution of `model` by a randomly initialized one with `channels` input
-    channels.
-    """
-    name, old = next(
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
+    """Give the first convolution of `model` new random weights for `channels` input channels."""
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    first.in_channels = channels
+    first.weight = nn.Parameter(
+        first.weight.new_empty(first.out_channels, channels, *first.kernel_size)
     )
-    convolution: Any = nn.Conv2d  # its annotations do not admit the values of its attributes
-    new = convolution(
-        channels,
-        old.out_channels,
-        old.kernel_size,
-        old.stride,
-        old.padding,
-        bias=old.bias is not None,
-    )
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new)
+    first.reset_parameters()

@@ -1,6 +1,4 @@
-"""Buffers, such as BatchNorm's statistics: each rank trains with its own; evaluations and
-checkpoints use their mean.
-"""
+"""Buffers, such as BatchNorm's statistics: a rank trains with its own, and the mean is saved."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

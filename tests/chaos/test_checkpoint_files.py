@@ -96,6 +96,17 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_loads(tmp_pa
     assert read_summary(tmp_path / "run")["steps"] == 16
 
 
+def test_entries_that_this_version_does_not_know_are_no_error(tmp_path: Path) -> None:
+    overrides = (*TINY, f"output_dir={tmp_path}", "name=run")
+    train_on(1, *overrides, "max_steps=8")
+    path = tmp_path / "run/checkpoints/step-00000008.pt"
+    unknown = {"one": {"best": 0.5, "history": [1, None]}, "two": {"sums": torch.ones(3)}}
+    write_file(path, read_state(path) | {"later": unknown})
+    train_on(2, *overrides)
+    assert f"resumed from {path}" in (tmp_path / "run/train.log").read_text()
+    assert read_summary(tmp_path / "run")["steps"] == 16
+
+
 @pytest.mark.fault("a disk that is full at every save")
 def test_a_full_disk_costs_no_training(small_disk: Path) -> None:
     run_dir = small_disk / "run"

@@ -1,4 +1,4 @@
-"""The hash of tensors: any bit and any place counts, and no device is waited for."""
+"""The hash of tensors: every bit and every position changes it, and the host does not wait."""
 
 import struct
 
