@@ -1,6 +1,4 @@
-"""The model card of an export, in Markdown: what the model is, how to use its files, and how it was
-trained.
-"""
+"""The model card of an export, in Markdown."""
 
 from collections.abc import Mapping
 
