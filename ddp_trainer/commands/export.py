@@ -58,14 +58,11 @@ def main(words: Sequence[str]) -> None:
             read_environment().world_size == 1,
             "export runs in one process: start it without torchrun",
         )
-        with disable_gc():
-            from ddp_trainer.tools.export import export_run  # imports torch
-        lines = export_run(
-            Path(paths[0]),
-            [name.strip() for name in options.format.split(",")],
-            checkpoint=options.checkpoint,
-            overrides=overrides,
-            inside=options.preprocessing is Place.inside,
-            num_images=options.check_images,
-        )
+        with disable_gc():  # imports torch
+            from ddp_trainer.tools.export import export_model
+            from ddp_trainer.tools.trained_model import load_model
+        formats = [name.strip() for name in options.format.split(",")]
+        trained = load_model(Path(paths[0]), options.checkpoint, overrides)
+        inside = options.preprocessing is Place.inside
+        lines = export_model(trained, formats, inside=inside, num_images=options.check_images)
         print("\n".join(lines))

@@ -53,16 +53,11 @@ def main(words: Sequence[str]) -> None:
             read_environment().world_size == 1,
             "predict runs in one process: start it without torchrun",
         )
-        with disable_gc():
-            from ddp_trainer.tools.prediction import predict_words  # imports torch
-        results = predict_words(
-            Path(paths[0]),
-            paths[1:],
-            checkpoint=options.checkpoint,
-            overrides=overrides,
-            batch_size=options.batch_size,
-            top=options.top,
-        )
+        with disable_gc():  # imports torch
+            from ddp_trainer.tools.prediction import predict_words
+            from ddp_trainer.tools.trained_model import load_model
+        trained = load_model(Path(paths[0]), options.checkpoint, overrides)
+        results = predict_words(trained, paths[1:], batch_size=options.batch_size, top=options.top)
         try:
             print_results(results)
         except BrokenPipeError:  # the reader has ended, as in: predict … | head

@@ -1,7 +1,7 @@
 """Exports of a trained model as safetensors, ``torch.export`` and ONNX, which are checked."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
@@ -20,7 +20,7 @@ from ddp_trainer.models.state import load_state
 from ddp_trainer.tools.model_card import model_card
 from ddp_trainer.tools.preprocessing import Preprocessing
 from ddp_trainer.tools.splits import example_images
-from ddp_trainer.tools.trained_model import TrainedModel, load_model
+from ddp_trainer.tools.trained_model import TrainedModel
 
 TOLERANCE = 1e-5
 """The largest allowed difference of a probability from the checkpoint's."""
@@ -78,27 +78,20 @@ def check_formats(formats: list[str]) -> None:
         require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
 
 
-def export_run(
-    run_dir: Path,
-    formats: list[str],
-    *,
-    checkpoint: str,
-    overrides: Sequence[str],
-    inside: bool,
-    num_images: int,
+def export_model(
+    trained: TrainedModel, formats: list[str], *, inside: bool, num_images: int
 ) -> list[str]:
     """Write the model in each format, and its model card, to export/; return a line for each file.
 
     inside: the files normalize the images themselves. num_images: images of the comparison.
 
     Raises:
-        ConfigError, TransientError: the checkpoint, data or a format cannot be used, or a file
-        cannot be written.
+        ConfigError, TransientError: the data or a format cannot be used, or a file cannot be
+        written.
     """
     check_formats(formats)
-    trained = load_model(run_dir, checkpoint, overrides)
     images = example_images(trained, num_images)
-    folder = run_dir / "export"
+    folder = trained.run_dir / "export"
     differences = export_files(trained, formats, folder, preprocessing_inside=inside, images=images)
     lines = []
     for name, difference in differences.items():

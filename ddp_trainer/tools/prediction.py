@@ -18,7 +18,7 @@ from ddp_trainer.distributed.environment import usable_cores
 from ddp_trainer.runtime import keep_freed_memory
 from ddp_trainer.tools.classifier import Classifier, Prediction, open_classifier, read_file
 from ddp_trainer.tools.preprocessing import Preprocessing
-from ddp_trainer.tools.trained_model import load_model
+from ddp_trainer.tools.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,13 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
 
 
 def predict_words(
-    run_dir: Path,
-    words: Sequence[str],
-    *,
-    checkpoint: str,
-    overrides: Sequence[str],
-    batch_size: int,
-    top: int,
+    trained: TrainedModel, words: Sequence[str], *, batch_size: int, top: int
 ) -> Iterator[tuple[str, Prediction | BadFile]]:
-    """Return the predictions of a run's model for the image files that `words` name, in order.
+    """Return the predictions of a model for the image files that `words` name, in order.
 
     Raises:
-        ConfigError, TransientError: the checkpoint, an override or a word cannot be used.
+        ConfigError, TransientError: a word cannot be used.
     """
-    trained = load_model(run_dir, checkpoint, overrides)
     paths = find_pictures(words, sys.stdin.buffer)
     threads = trained.config.num_threads
     torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
