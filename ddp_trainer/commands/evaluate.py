@@ -55,22 +55,20 @@ def main(words: Sequence[str]) -> None:
 
 
 def print_scores(scored: "Scored") -> None:
-    """Print the scores, the three classes with the lowest recall, and the folder with the written
-    files.
-    """
+    """Print the scores, the three classes with the lowest recall, and the folder of the files."""
     scores = scored.scores
     trained = scored.trained
-    print(
-        f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step}) on {scores.count:,}"
-        f" {scored.split.name} images: loss {scores.loss:.4f} · top-1 {scores.top1:.4f} · top-5"
-        f" {scores.top5:.4f} · calibration error {scores.calibration_error():.4f} ·"
-        f" {scored.images_per_second:,.0f} img/s"
-    )
-    recalls = [
-        (values["recall"], name)
-        for name, values in scores.per_class().items()
-        if values["recall"] is not None
+    parts = [
+        f"loss {scores.loss:.4f}",
+        f"top-1 {scores.top1:.4f}",
+        f"top-5 {scores.top5:.4f}",
+        f"calibration error {scores.calibration_error():.4f}",
+        f"{scored.images_per_second:,.0f} img/s",
     ]
-    worst = ", ".join(f"{name} {recall:.4f}" for recall, name in sorted(recalls)[:3])
-    print(f"lowest recall: {worst}")
+    checkpoint = f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step})"
+    images = f"{scores.count:,} {scored.split.name} images"
+    print(f"{checkpoint} on {images}: {' · '.join(parts)}")
+    recalls = {name: values["recall"] for name, values in scores.per_class().items()}
+    known = sorted((recall, name) for name, recall in recalls.items() if recall is not None)
+    print(f"lowest recall: {', '.join(f'{name} {recall:.4f}' for recall, name in known[:3])}")
     print(f"wrote {scored.folder}")

@@ -14,15 +14,19 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, printable, require
-from ddp_trainer.distributed.environment import read_environment, usable_cores
-from ddp_trainer.runtime import disable_gc, keep_freed_memory
+from ddp_trainer.distributed.environment import read_environment
+from ddp_trainer.runtime import disable_gc
+
+if TYPE_CHECKING:
+    from ddp_trainer.tools.prediction import BadFile, Prediction
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,67 +53,34 @@ def main(words: Sequence[str]) -> None:
             read_environment().world_size == 1,
             "predict runs in one process: start it without torchrun",
         )
+        with disable_gc():  # imports torch
+            from ddp_trainer.tools.prediction import predict_words
+            from ddp_trainer.tools.trained_model import load_model
+        trained = load_model(Path(paths[0]), options.checkpoint, overrides)
+        results = predict_words(trained, paths[1:], batch_size=options.batch_size, top=options.top)
         try:
-            predict(Path(paths[0]), paths[1:], options, overrides)
+            print_results(results)
         except BrokenPipeError:  # the reader has ended, as in: predict … | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(FAILURE)
+        except OSError as error:
+            reason = f"the output cannot be written: {error.strerror}"
+            raise TransientError(reason) from error
 
 
-def predict(
-    run_dir: Path, words: Sequence[str], options: PredictOptions, overrides: Sequence[str]
-) -> None:
-    """Print a line of JSON for each image, and bad files on stderr. words: files, folders, or - for
-    paths on stdin.
-    """
-    with disable_gc():  # imports torch
-        import torch
-
-        from ddp_trainer.data.loaders import num_readers
-        from ddp_trainer.tools.classifier import open_classifier
-        from ddp_trainer.tools.prediction import BadFile, find_pictures, predict_files
-        from ddp_trainer.tools.trained_model import load_model
-    trained = load_model(run_dir, options.checkpoint, overrides)
-    paths = find_pictures(words, sys.stdin.buffer)
-    threads = trained.config.num_threads
-    torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
-    keep_freed_memory()
-    readers = num_readers(trained.config.data.num_workers, local_world_size=1)
+def print_results(results: Iterator[tuple[str, "Prediction | BadFile"]]) -> None:
+    """Print a line of JSON for each prediction; print bad files and the speed on stderr."""
+    num_good = 0
     num_bad = 0
     began = time.perf_counter()
-    for path, result in predict_files(
-        open_classifier(trained),
-        paths,
-        batch_size=options.batch_size,
-        num_workers=readers,
-        top=options.top,
-    ):
-        if isinstance(result, BadFile):
-            print(f"{printable(path)} cannot be read: {result.reason}", file=sys.stderr)
+    for path, result in results:
+        entry = asdict(result)
+        if "reason" in entry:
+            print(f"{printable(path)} cannot be read: {entry['reason']}", file=sys.stderr)
             num_bad += 1
-            continue
-        line = {
-            "path": path,
-            "label": result.label,
-            "probability": result.probability,
-            "top": result.top,
-        }
-        write_line(json.dumps(line))
-    seconds = time.perf_counter() - began
+        else:
+            print(json.dumps({"path": path, **entry}), flush=True)
+            num_good += 1
+    rate = (num_good + num_bad) / (time.perf_counter() - began)
     bad = f", {num_bad:,} could not be read" if num_bad else ""
-    print(
-        f"{len(paths) - num_bad:,} images{bad}, {len(paths) / seconds:,.0f} img/s", file=sys.stderr
-    )
-
-
-def write_line(text: str) -> None:
-    """Write a line to stdout; TransientError if it cannot be written, for example to a
-    full disk.
-    """
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise TransientError(f"the output cannot be written: {error.strerror}") from error
+    print(f"{num_good:,} images{bad}, {rate:,.0f} img/s", file=sys.stderr)

@@ -35,15 +35,11 @@ class Prediction:
     probability: float
     """The probability of `label`, in [0, 1]."""
     top: list[tuple[str, float]]
-    """The most probable classes with their probabilities, the most probable first; the first is
-    `label`.
-    """
+    """The most probable classes with their probabilities; the first is `label`."""
 
 
 class Classifier:
-    """A trained model with its classes and its preprocessing. Do not call it from two threads at
-    the same time.
-    """
+    """A trained model with its classes and its preprocessing. Not for two threads at a time."""
 
     def __init__(self, trained: TrainedModel, device: torch.device) -> None:
         config = trained.config
@@ -68,28 +64,22 @@ class Classifier:
         return list(self.predictions(self.probabilities(images), top=top))
 
     def probabilities(self, images: Picture | Sequence[Picture]) -> Tensor:
-        """Return the probability of each class for each image: float32 [N, classes]. Raises what
-        `__call__` raises.
-        """
-        single = isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 0) in (
+        """Return the probabilities for each image: float32 [N, classes]. Raises as `__call__`."""
+        is_single = isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 0) in (
             2,
             3,
         )
-        sequence: Any = [images] if single else images
+        sequence: Any = [images] if is_single else images
         parts = [torch.empty(0, len(self.class_names))]
         for start in range(0, len(sequence), BATCH_SIZE):
-            prepared = [
-                self.preprocessing.prepare(pixels_of(image))
-                for image in sequence[start : start + BATCH_SIZE]
-            ]
+            batch = sequence[start : start + BATCH_SIZE]
+            prepared = [self.preprocessing.prepare(pixels_of(image)) for image in batch]
             parts.append(self.of_pixels(torch.stack(prepared)))
         return torch.cat(parts)
 
     @torch.inference_mode()
     def of_pixels(self, pixels: Tensor) -> Tensor:
-        """Return probabilities, float32 [B, classes] on the CPU. pixels: uint8 [B, C, H, W],
-        already preprocessed.
-        """
+        """Return float32 [B, classes] on the CPU for preprocessed pixels, uint8 [B, C, H, W]."""
         with torch.autocast(
             self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
         ):
@@ -97,9 +87,7 @@ class Classifier:
         return logits.float().softmax(1).cpu()
 
     def predictions(self, probabilities: Tensor, *, top: int = 5) -> Iterator[Prediction]:
-        """Yield a `Prediction` with the `top` most probable classes for each row of float32 [N,
-        classes].
-        """
+        """Yield a `Prediction` for each row of float32 [N, classes]."""
         values, classes = probabilities.topk(min(top, len(self.class_names)))
         for row, numbers in zip(values.tolist(), classes.tolist(), strict=True):
             pairs = [
@@ -127,9 +115,7 @@ def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -
 
 
 def open_classifier(trained: TrainedModel) -> Classifier:
-    """Return `trained` as a classifier on the device that its config names; ConfigError if the
-    machine lacks it.
-    """
+    """Return a classifier on the device that the config names; ConfigError if it is missing."""
     device, _ = choose_device(trained.config.device, Backend.auto, Environment())
     return Classifier(trained, device)
 
@@ -156,9 +142,7 @@ def pixels_of(image: Picture) -> Tensor:
 
 
 def read_file(path: Path) -> Tensor:
-    """Return an image file as RGB: uint8 [3, H, W]; BadImageError if it cannot be read or
-    decoded.
-    """
+    """Return an image file as RGB, uint8 [3, H, W]; BadImageError if it cannot be read."""
     try:
         return decode(np.fromfile(path, np.uint8))
     except OSError as error:

@@ -20,8 +20,8 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.distributed.process_group import World
 from ddp_trainer.launchers.fitness import UNITS, measure_fitness
-from ddp_trainer.launchers.node_check.server import SLOW
 from ddp_trainer.launchers.node_check.client import CLOCK_SECONDS
+from ddp_trainer.launchers.node_check.server import SLOW
 from ddp_trainer.timing import median_seconds
 
 MB = 2**20
@@ -165,53 +165,44 @@ def network_findings(world: World, *, size_mb: int) -> list[Finding]:
     rate = size_mb / seconds
     fix = f"check that {world.backend} uses the right interface, and that the cores are idle"
     advice = f"the all-reduce reaches only {rate:.0f} MB/s: {fix}" if rate < SLOW_NETWORK_MB else ""
+    size = f"{size_mb} MB in {seconds * 1e3:,.0f} ms"
     return [
         Finding("all-reduce, latency", f"{latency * 1e6:,.0f} µs (4 bytes, median of 100)"),
-        Finding(
-            "all-reduce, bandwidth",
-            f"{rate:,.0f} MB/s ({size_mb} MB in {seconds * 1e3:,.0f} ms)",
-            advice,
-        ),
+        Finding("all-reduce, bandwidth", f"{rate:,.0f} MB/s ({size})", advice),
     ]
 
 
 def fitness_findings(world: World) -> list[Finding]:
     """Return computing speed and memory bandwidth of all ranks at the same time. Collective."""
-    ranks = world.all_gather_object(
-        (socket.gethostname(), measure_fitness(world.device, num_threads=world.num_threads))
-    )
+    rates = measure_fitness(world.device, num_threads=world.num_threads)
+    ranks = world.all_gather_object((socket.gethostname(), rates))
     findings = []
     for name, unit in UNITS.items():
-        (low, rank, host), *others = sorted(
-            (rates[name], rank, host) for rank, (host, rates) in enumerate(ranks)
-        )
-        value = f"{low:,.1f} {unit}" + (
-            f" (rank {rank}) to {others[-1][0]:,.1f} {unit}" if others else ""
-        )
-        share = low / statistics.median([rate for rate, *_ in others] or [low])
+        speeds = [rates[name] for _, rates in ranks]
+        low = min(speeds)
+        slowest = speeds.index(low)
+        others = speeds[:slowest] + speeds[slowest + 1 :] or speeds
+        share = low / statistics.median(others)
         advice = (
-            f"rank {rank} on {host} reaches {100 * share:.0f} % of the median of the other ranks in"
-            f" its {name}"
+            f"rank {slowest} on {ranks[slowest][0]} reaches {100 * share:.0f} % of the median of"
+            f" the other ranks in its {name}: check for other programs on that host, and for"
+            " overheating"
         )
-        fix = "check for other programs on that host, and for overheating"
-        findings.append(Finding(name, value, f"{advice}: {fix}" if share < SLOW else ""))
+        spread = f" (rank {slowest}) to {max(speeds):,.1f} {unit}" if len(speeds) > 1 else ""
+        value = f"{low:,.1f} {unit}{spread}"
+        findings.append(Finding(name, value, advice if share < SLOW else ""))
     return findings
 
 
 def clock_finding(differences: dict[str, float]) -> Finding:
     """Return the finding about the largest of the clocks' differences from rank 0's, in seconds."""
-    host, skew = max(
-        ((host, abs(seconds)) for host, seconds in differences.items()), key=lambda item: item[1]
-    )
-    advice = (
-        f"the clock of {host} differs by {skew:.1f} s from that of rank 0: synchronize the clocks"
-        " (chrony or ntp)"
-    )
+    host = max(differences, key=lambda host: abs(differences[host]))
+    skew = abs(differences[host])
+    fix = "synchronize the clocks (chrony or ntp)"
+    advice = f"the clock of {host} differs by {skew:.1f} s from that of rank 0: {fix}"
+    is_skewed = skew > SKEW_SECONDS
     return Finding(
-        "clocks",
-        f"within {skew:.3f} s",
-        advice if skew > SKEW_SECONDS else "",
-        skew > CLOCK_SECONDS,
+        "clocks", f"within {skew:.3f} s", advice if is_skewed else "", skew > CLOCK_SECONDS
     )
 
 

@@ -1,11 +1,10 @@
-"""Exports of a trained model: safetensors, ``torch.export`` and ONNX, each compared with the
-checkpoint.
-"""
+"""Exports of a trained model as safetensors, ``torch.export`` and ONNX, which are checked."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ from torch import Tensor, nn
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.normalize import Normalize
+from ddp_trainer.distributed.environment import installed_versions
 from ddp_trainer.files import replace_file
 from ddp_trainer.models.state import load_state
+from ddp_trainer.tools.model_card import model_card
 from ddp_trainer.tools.preprocessing import Preprocessing
+from ddp_trainer.tools.splits import example_images
 from ddp_trainer.tools.trained_model import TrainedModel
 
 TOLERANCE = 1e-5
-"""The largest allowed difference between a probability from an exported file and from the
-checkpoint.
-"""
+"""The largest allowed difference of a probability from the checkpoint's."""
 PACKAGES = {
     "safetensors": ["safetensors"],
     "pt2": [],
@@ -34,14 +34,14 @@ PACKAGES = {
 CHECK_BATCH = 64
 
 Probabilities = Callable[[Tensor], Tensor]
+Program = Callable[[], Any]
+"""A function that returns the model as a ``torch.export.ExportedProgram``."""
 
 
 class ExportedModel(nn.Module):
-    """A module that takes images and returns the probabilities of the classes, float32 [N,
-    classes].
+    """A module that returns the probabilities of the classes, float32 [N, classes], for images.
 
-    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32 [N,
-    C, H, W].
+    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32.
     """
 
     def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, normalizes: bool) -> None:
@@ -58,9 +58,7 @@ class ExportedModel(nn.Module):
         return self.model(images).softmax(1)
 
     def prepare(self, pixels: Tensor) -> Tensor:
-        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W], which have the model's
-        size and channels.
-        """
+        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W] of the model's shape."""
         return pixels if self.normalizes else self.normalize(pixels)
 
 
@@ -76,6 +74,36 @@ def check_formats(formats: list[str]) -> None:
         require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
 
 
+def export_model(
+    trained: TrainedModel, formats: list[str], *, inside: bool, num_images: int
+) -> list[str]:
+    """Write the model in each format, and its model card, to export/; return a line for each file.
+
+    inside: the files normalize the images themselves. num_images: images of the comparison.
+
+    Raises:
+        ConfigError, TransientError: the data or a format cannot be used, or a file cannot be
+        written.
+    """
+    check_formats(formats)
+    images = example_images(trained, num_images)
+    folder = trained.run_dir / "export"
+    differences = export_files(trained, formats, folder, preprocessing_inside=inside, images=images)
+    lines = []
+    for name, difference in differences.items():
+        path = folder / f"model.{name}"
+        compared = f"differs by at most {difference:.1e} on {len(images):,} images"
+        result = compared if len(images) else "not compared"
+        lines.append(f"wrote {path} ({path.stat().st_size / 1e6:,.1f} MB, {result})")
+    versions = installed_versions()
+    card = model_card(
+        trained, differences, num_images=len(images), inside=inside, versions=versions
+    )
+    with new_file(folder / "model_card.md") as temporary:
+        temporary.write_text(card, encoding="utf-8")
+    return [*lines, f"wrote {folder / 'model_card.md'}"]
+
+
 @torch.no_grad()
 def export_files(
     trained: TrainedModel,
@@ -85,8 +113,7 @@ def export_files(
     preprocessing_inside: bool,
     images: Tensor,
 ) -> dict[str, float]:
-    """Write ``model.<format>`` to `folder` for each format, and return its largest difference from
-    the checkpoint.
+    """Write ``model.<format>`` to `folder`; return its largest difference from the checkpoint.
 
     images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the
     checkpoint; if N is 0, it is kept without a comparison.
@@ -99,26 +126,15 @@ def export_files(
     model = ExportedModel(
         trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside
     ).eval()
-    expected = in_batches(model, model.prepare(images))
+    inputs = model.prepare(images)
+    expected = in_batches(model, inputs)
+    program = cache(lambda: export_program(model))
     differences = {}
-    program: Any = None
     for name in formats:
         path = folder / f"model.{name}"
-        with new_file(path) as temporary:
-            try:
-                if name != "safetensors":
-                    program = program or export_program(model)
-                probabilities = WRITERS[name](trained, model, program, temporary)
-                found = in_batches(probabilities, model.prepare(images))
-            except (ConfigError, OSError):
-                raise
-            except (
-                Exception
-            ) as error:  # the exporters raise anything for a model that they do not support
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise ConfigError(
-                    f"format={name} is not possible for model={trained.config.model.name}: {reason}"
-                ) from error
+        with new_file(path) as temporary, exporter_errors(f"format={name}", trained):
+            probabilities = WRITERS[name](trained, model, program, temporary)
+            found = in_batches(probabilities, inputs)
             differences[name] = float((found - expected).abs().max()) if len(images) else 0.0
             require(
                 differences[name] <= TOLERANCE,
@@ -129,15 +145,25 @@ def export_files(
     return differences
 
 
+@contextmanager
+def exporter_errors(setting: str, trained: TrainedModel) -> Iterator[None]:
+    """Turn an exception of an exporter, which may be of any kind, into a ConfigError."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(
+            f"{setting} is not possible for model={trained.config.model.name}: {reason}"
+        ) from error
+
+
 def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
-    """Call `probabilities` on `images` in batches of `CHECK_BATCH`, and return the results as one
-    tensor.
-    """
-    return (
-        torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)])
-        if len(images)
-        else images
-    )
+    """Return the results of `probabilities` for `images`, in batches, as one tensor."""
+    if not len(images):
+        return images
+    return torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)])
 
 
 def export_program(model: ExportedModel) -> Any:
@@ -150,11 +176,9 @@ def export_program(model: ExportedModel) -> Any:
 
 
 def write_safetensors(
-    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+    trained: TrainedModel, model: ExportedModel, program: Program, path: Path
 ) -> Probabilities:
-    """Write weights and metadata to `path`; return `model` with the weights of this file. `program`
-    is not used.
-    """
+    """Write weights and metadata to `path`; return `model` with the weights of this file."""
     from safetensors.torch import load_file, save
 
     state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
@@ -164,29 +188,25 @@ def write_safetensors(
 
 
 def write_pt2(
-    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+    trained: TrainedModel, model: ExportedModel, program: Program, path: Path
 ) -> Probabilities:
-    """Write `program`, an ExportedProgram, and the metadata to `path`; return the module read from
-    this file.
-    """
+    """Write `program` and the metadata to `path`; return the module read from this file."""
     with open(path, "wb") as file:
         torch.export.save(
-            program, file, extra_files={"metadata.json": json.dumps(metadata(trained))}
+            program(), file, extra_files={"metadata.json": json.dumps(metadata(trained))}
         )
     with open(path, "rb") as file:
         return torch.export.load(file).module()
 
 
 def write_onnx(
-    trained: TrainedModel, model: ExportedModel, program: Any, path: Path
+    trained: TrainedModel, model: ExportedModel, program: Program, path: Path
 ) -> Probabilities:
-    """Write `program`, an ExportedProgram, as ONNX to `path`; return a function that runs this file
-    on images.
-    """
+    """Write `program` as ONNX to `path`; return a function that runs this file on images."""
     import onnxruntime
 
     exported: Any = torch.onnx.export(
-        program,
+        program(),
         dynamo=True,
         verbose=False,
         input_names=["images"],
@@ -199,7 +219,7 @@ def write_onnx(
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabilities]] = {
+WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Program, Path], Probabilities]] = {
     "safetensors": write_safetensors,
     "pt2": write_pt2,
     "onnx": write_onnx,
@@ -207,9 +227,7 @@ WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Any, Path], Probabi
 
 
 def metadata(trained: TrainedModel) -> dict[str, str]:
-    """Return the metadata of an exported file: class names, preprocessing, model and step, each as
-    JSON text.
-    """
+    """Return the metadata of an exported file, each value as JSON text."""
     return {
         "class_names": json.dumps(trained.class_names),
         "preprocessing": json.dumps(asdict(trained.preprocessing)),
@@ -220,8 +238,10 @@ def metadata(trained: TrainedModel) -> dict[str, str]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, renamed to `path` if no error is raised; ConfigError or
-    TransientError if not written.
+    """Yield a temporary path, which is renamed to `path` if no error is raised.
+
+    Raises:
+        ConfigError, TransientError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,4 @@
-"""The model card of an export, in Markdown: what the model is, how to use its files, and how it was
-trained.
-"""
+"""The model card of an export, in Markdown."""
 
 from collections.abc import Mapping
 
@@ -24,23 +22,11 @@ def model_card(
     differences: by format, the largest difference of a probability from the checkpoint's, on
     `num_images` images. inside: whether the exported files normalize the images themselves.
     """
-    preprocessing = trained.preprocessing
-    loss, top1, count = trained.evaluation
     templates = Environment(
         loader=PackageLoader("ddp_trainer.tools", "."), keep_trailing_newline=True
     )
     return templates.get_template("model_card.md.jinja").render(
         trained=trained,
-        config=trained.config,
-        class_names=trained.class_names,
-        split=trained.config.data.eval_split,
-        loss=loss,
-        top1=top1,
-        count=count,
-        shape=preprocessing.image_shape,
-        mean=preprocessing.mean,
-        std=preprocessing.std,
-        crop=preprocessing.center_crop,
         differences=differences,
         num_images=num_images,
         inside=inside,

@@ -1,8 +1,7 @@
-"""Predictions for image files, which threads read in advance; a bad file gets a reason in place of
-a prediction.
-"""
+"""Predictions for image files, which threads read in advance."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,13 @@ from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import path_error, require
 from ddp_trainer.data.images.file_index import IMAGE_FILES, walk
+from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
-from ddp_trainer.tools.classifier import Classifier, Prediction, read_file
+from ddp_trainer.distributed.environment import usable_cores
+from ddp_trainer.runtime import keep_freed_memory
+from ddp_trainer.tools.classifier import Classifier, Prediction, open_classifier, read_file
 from ddp_trainer.tools.preprocessing import Preprocessing
+from ddp_trainer.tools.trained_model import TrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +29,7 @@ class BadFile:
 
 
 class PictureFiles(Dataset[tuple[Tensor, int]]):
-    """Image files without labels. An item is a preprocessed image, uint8 [C, H, W], and 0 in place
-    of a label.
-    """
+    """Image files. An item is a preprocessed image, uint8 [C, H, W], and 0 instead of a label."""
 
     def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
         self.paths = paths
@@ -43,6 +44,23 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
     def path(self, index: int) -> str:
         """Return the path of the file with this index."""
         return self.paths[index]
+
+
+def predict_words(
+    trained: TrainedModel, words: Sequence[str], *, batch_size: int, top: int
+) -> Iterator[tuple[str, Prediction | BadFile]]:
+    """Return the predictions of a model for the image files that `words` name, in order.
+
+    Raises:
+        ConfigError, TransientError: a word cannot be used.
+    """
+    paths = find_pictures(words, sys.stdin.buffer)
+    threads = trained.config.num_threads
+    torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
+    keep_freed_memory()
+    readers = num_readers(trained.config.data.num_workers, local_world_size=1)
+    classifier = open_classifier(trained)
+    return predict_files(classifier, paths, batch_size=batch_size, num_workers=readers, top=top)
 
 
 def predict_files(
@@ -66,9 +84,8 @@ def predict_files(
             yield path, prediction if label != NO_LABEL else BadFile(dict(reader.bad)[path])
 
 
-def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list[str]:
-    """Return the image files that `words` name: a word is a file, a folder of images, or - for
-    paths on stdin.
+def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list[str]:
+    """Return the image files that `words` name: files, folders of images, or - for paths on stdin.
 
     Raises:
         ConfigError: a file cannot be read, or a folder has no image.
@@ -81,21 +98,28 @@ def find_pictures(words: Iterable[str], standard_input: Iterator[bytes]) -> list
             separator = b"\0" if b"\0" in text else b"\n"  # from find -print0
             paths += [os.fsdecode(line) for line in text.split(separator) if line]
         elif os.path.isdir(word):
-            try:
-                names = sorted(name for name, _, _ in walk(os.fsencode(word), b"", {}, set()))
-            except OSError as error:
-                raise path_error(
-                    error, f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
-                ) from error
-            require(bool(names), f"{word} has no image: {IMAGE_FILES}")
-            paths += [os.path.join(word, os.fsdecode(name)) for name in names]
+            paths += pictures_in(word)
         else:
-            try:
-                os.stat(word)
-            except OSError as error:
-                way_out = "give image files, a folder, or - for paths on stdin"
-                raise path_error(
-                    error, f"{word} cannot be read ({error.strerror}): {way_out}"
-                ) from error
+            check_exists(word)
             paths.append(word)
     return paths
+
+
+def pictures_in(folder: str) -> list[str]:
+    """Return the sorted paths of the images in a folder and its subfolders."""
+    try:
+        names = sorted(name for name, _, _ in walk(os.fsencode(folder), b"", {}, set()))
+    except OSError as error:
+        message = f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
+        raise path_error(error, message) from error
+    require(bool(names), f"{folder} has no image: {IMAGE_FILES}")
+    return [os.path.join(folder, os.fsdecode(name)) for name in names]
+
+
+def check_exists(path: str) -> None:
+    """Raise ConfigError or TransientError if the file `path` cannot be found."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        fix = "give image files, a folder, or - for paths on stdin"
+        raise path_error(error, f"{path} cannot be read ({error.strerror}): {fix}") from error

@@ -1,6 +1,4 @@
-"""The preprocessing of a model's input: from a picture of any size to the pixels that the model was
-trained on.
-"""
+"""The preprocessing of a model's input: from a picture of any size to pixels."""
 
 from dataclasses import dataclass
 
@@ -24,9 +22,7 @@ class Preprocessing:
     image_shape: list[int]
     """Channels, height and width."""
     center_crop: float | None = None
-    """The side of the part in the center that is used, divided by that of the largest possible
-    part; None: 1.
-    """
+    """The side of the part in the center that is used, as a share of the largest; None: 1."""
 
     def prepare(self, image: Tensor) -> Tensor:
         """Return `image` with the channels and the size that the model expects.
@@ -42,9 +38,7 @@ class Preprocessing:
         return resize(image, self.box(*image.shape[1:]), (height, width))
 
     def box(self, height: int, width: int) -> Box:
-        """Return the centered `Box` (in pixels) that the model sees of a picture of `height` ×
-        `width` pixels.
-        """
+        """Return the centered part of `height` × `width` pixels that the model sees."""
         _, rows, columns = self.image_shape
         is_low = height * columns <= width * rows
         used = (height, height * columns / rows) if is_low else (width * rows / columns, width)
@@ -53,8 +47,10 @@ class Preprocessing:
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Return `image`, uint8 [c, h, w], with `channels` channels: color as gray, or gray repeated;
-    else ValueError.
+    """Return uint8 [c, h, w] with `channels` channels: color as gray, or gray repeated.
+
+    Raises:
+        ValueError: any other number of channels.
     """
     if image.shape[0] == channels:
         return image

@@ -1,14 +1,15 @@
-"""Score a trained model on a split, each sample once over all ranks, with the same code as during
-training.
-"""
+"""Score a trained model on a split with the code that evaluates during training."""
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import SplitName
@@ -16,13 +17,13 @@ from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.data.dataset import sample_name
 from ddp_trainer.data.loaders import EvaluationLoader, build_reader
 from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.data.readers import read_images
+from ddp_trainer.data.readers import Reader, read_images
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import World, prepare, process_group
 from ddp_trainer.scores.files import FOLDER, write_evaluation
 from ddp_trainer.scores.scores import Scores
 from ddp_trainer.start import autocast_dtype, check_same, memory_format, set_torch_switches
-from ddp_trainer.tools.splits import NamedSplit, open_split
+from ddp_trainer.tools.splits import NamedSplit, choose_split
 from ddp_trainer.tools.trained_model import TrainedModel, load_model
 from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.evaluation import evaluate
@@ -32,9 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The scores of a model on a split, its speed over all ranks, and the folder with the written
-    files.
-    """
+    """The scores of a model on a split, its speed over all ranks, and the folder of its files."""
 
     trained: TrainedModel
     split: NamedSplit
@@ -51,8 +50,7 @@ def score_run(
     overrides: list[str],
     environment: Environment,
 ) -> Scored | None:
-    """Score a checkpoint, and write the files of the evaluation. Return the scores on rank 0, None
-    on other ranks.
+    """Score a checkpoint and write its files; return the scores on rank 0, None on other ranks.
 
     checkpoint: best, last, or a step. split: None for the split on which the training evaluated.
     overrides: ``key=value`` for keys that a resumed run may change. Collective: every rank must
@@ -65,19 +63,15 @@ def score_run(
     trained = load_model(run_dir, checkpoint, overrides)
     is_other_folder = any(word.startswith("data.root=") for word in overrides)
     opened = prepare(
-        lambda: open_split(trained, split, is_other_folder=is_other_folder), environment
+        lambda: choose_split(trained, split, is_other_folder=is_other_folder), environment
     )
     with ExitStack() as stack:
         world = stack.enter_context(process_group(environment, **trained.config.process_group))
         named = opened(world)
-        what = {
-            "step": trained.step,
-            "images": named.fingerprint,
-            **flatten_keys(to_builtins(trained.config)),
-        }
+        config = flatten_keys(to_builtins(trained.config))
         check_same(
             "config values, checkpoint or images",
-            what,
+            {"step": trained.step, "images": named.fingerprint, **config},
             world,
             fix="use the same command line, and the same files on every node",
         )
@@ -92,13 +86,10 @@ def score_run(
 
 
 def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
-    """Score a model. Rank 0 writes evaluation/ in the run directory and returns scores, others get
-    None. Collective.
-    """
+    """Score a model and write its files; return None on other ranks than 0. Collective."""
     config = trained.config
-    preprocessing = trained.preprocessing
     bad_samples: list[tuple[str, str]] = []
-    channels, height, width = preprocessing.image_shape
+    channels, height, width = trained.preprocessing.image_shape
     reader = build_reader(
         split.images,
         config.data,
@@ -107,41 +98,50 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
         world=world,
         bad=bad_samples,
     )
+    began = time.perf_counter()
+    rows = score_rows(trained, reader, world)
+    seconds = time.perf_counter() - began
+    on_bad_image = config.data.on_bad_image
+    BadSamples(bad_samples, world, on_bad_image=on_bad_image, run_dir=trained.run_dir).gather()
+
+    scored = Scored(
+        trained=trained,
+        split=split,
+        scores=Scores(rows, trained.class_names),
+        images_per_second=len(rows) / seconds,
+        folder=trained.run_dir / FOLDER / f"{trained.checkpoint}-{split.name}",
+    )
+    write = partial(write_scored, scored, read=partial(read_images, reader))
+    world.raise_on_any_rank(lambda: write() if world.is_main else None)
+    return scored if world.is_main else None
+
+
+def score_rows(trained: TrainedModel, reader: Reader, world: World) -> Tensor:
+    """Return the result of the model for each sample: float64 [N, 6] as from
+    `SampleResults.gather`. Collective.
+    """
+    config = trained.config
     layout = memory_format(config.channels_last)
     normalize = Normalize(
-        preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout
+        trained.preprocessing.mean,
+        trained.preprocessing.std,
+        device=world.device,
+        memory_format=layout,
     )
     loader = EvaluationLoader(reader, normalize, world, batch_size=config.eval_batch_size)
     model = trained.model.to(world.device).to(memory_format=layout)
-    began = time.perf_counter()
-    rows = evaluate(model, loader, world.device, autocast_dtype(config.precision)).gather(world)
-    seconds = time.perf_counter() - began
-    BadSamples(
-        bad_samples, world, on_bad_image=config.data.on_bad_image, run_dir=trained.run_dir
-    ).gather()
-    scores = Scores(rows, trained.class_names)
-    folder = trained.run_dir / FOLDER / f"{trained.checkpoint}-{split.name}"
+    return evaluate(model, loader, world.device, autocast_dtype(config.precision)).gather(world)
+
+
+def write_scored(scored: Scored, *, read: Callable[[Tensor], Tensor]) -> None:
+    """Write the files of an evaluation. read: a function of ids that returns their images."""
+    trained = scored.trained
     about: dict[str, Any] = {
         "checkpoint": trained.checkpoint,
-        "split": split.name,
-        "data": config.data.description,
+        "split": scored.split.name,
+        "data": trained.config.data.description,
+        "step": trained.step,
+        "epoch": trained.epoch,
     }
-    about |= {"step": trained.step, "epoch": trained.epoch}
-    paths = partial(sample_name, split.images)
-    read = partial(read_images, reader)
-    world.raise_on_any_rank(
-        lambda: (
-            write_evaluation(folder, scores, about, paths=paths, read=read)
-            if world.is_main
-            else None
-        )
-    )
-    if not world.is_main:
-        return None
-    return Scored(
-        trained=trained,
-        split=split,
-        scores=scores,
-        images_per_second=len(rows) / seconds,
-        folder=folder,
-    )
+    paths = partial(sample_name, scored.split.images)
+    write_evaluation(scored.folder, scored.scores, about, paths=paths, read=read)

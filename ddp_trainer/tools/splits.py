@@ -1,6 +1,4 @@
-"""The images on which a trained model is scored: a split of its own data set, or another folder of
-images.
-"""
+"""The images on which a trained model is scored."""
 
 from dataclasses import dataclass, replace
 
@@ -28,11 +26,10 @@ class NamedSplit:
     """Whether the data set has changed since the training."""
 
 
-def open_split(
+def choose_split(
     trained: TrainedModel, name: SplitName | None = None, *, is_other_folder: bool = False
 ) -> NamedSplit:
-    """Return the split `name` of the run's data set; name None: the split on which the training
-    evaluated.
+    """Return a split of the run's data set; name None: the split on which the training evaluated.
 
     is_other_folder: the user has set data.root; if it is a folder of images (data=imagefolder),
     name=test is its subfolder test, valid, validation or val, or else data.root itself, with one
@@ -49,37 +46,40 @@ def open_split(
         f"split=validation does not exist: {trained.run_dir} held out no images; choose test or"
         " train",
     )
-    if is_other_folder and isinstance(config, ImageFolderConfig) and name is SplitName.test:
+    is_test = name is SplitName.test
+    if is_other_folder and isinstance(config, ImageFolderConfig) and is_test:
         images = open_folder(config, trained.class_names)
         return NamedSplit(name.name, images, images.fingerprint())
-    needed = replace(config, validation_fraction=0.0) if name is SplitName.test else config
+    needed = replace(config, validation_fraction=0.0) if is_test else config
     datasets = build_datasets(needed)
-    known = trained.class_names
-    found = list(datasets.class_names)
-    shape = tuple(trained.preprocessing.image_shape)
-    require(
-        found == known,
-        f"data={config.name} has other classes than the model: {', '.join(found[:5])} … in place of"
-        f" {', '.join(known[:5])} …",
-    )
-    require(
-        datasets.image_shape == shape,
-        f"data={config.name} has images of the shape {datasets.image_shape} and the model expects"
-        f" {shape}",
-    )
+    check_fit(trained, list(datasets.class_names), datasets.image_shape)
     is_changed = needed == config and datasets.fingerprint != trained.data_fingerprint
     images = datasets.train if name is SplitName.train else datasets.eval
     return NamedSplit(name.name, images, datasets.fingerprint, is_changed)
 
 
+def check_fit(trained: TrainedModel, names: list[str], shape: tuple[int, int, int]) -> None:
+    """Raise ConfigError if class names or the shape of images are not those of the model."""
+    data = f"data={trained.config.data.name}"
+    known = trained.class_names
+    require(
+        names == known,
+        f"{data} has other classes than the model: {', '.join(names[:5])} … in place of"
+        f" {', '.join(known[:5])} …",
+    )
+    expected = tuple(trained.preprocessing.image_shape)
+    require(
+        shape == expected,
+        f"{data} has images of the shape {shape} and the model expects {expected}",
+    )
+
+
 def example_images(trained: TrainedModel, count: int) -> Tensor:
-    """Return up to `count` evenly spaced images of the split for evaluation in training: uint8 [N,
-    C, H, W].
-    """
+    """Return up to `count` evenly spaced images of the evaluation split: uint8 [N, C, H, W]."""
     channels, height, width = trained.preprocessing.image_shape
     if not count:
         return torch.empty(0, channels, height, width, dtype=torch.uint8)
-    images = open_split(trained).images
+    images = choose_split(trained).images
     size = num_samples(images)
     ids = torch.linspace(0, size - 1, min(count, size)).long()
     if isinstance(images, ImageTensors):

@@ -1,6 +1,4 @@
-"""A trained model from a checkpoint of a run directory, with the config, the classes and the
-preprocessing it needs.
-"""
+"""A trained model from a checkpoint, with its config, its classes and its preprocessing."""
 
 import logging
 from collections.abc import Iterable
@@ -59,8 +57,7 @@ class TrainedModel:
 def load_model(
     run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] = ()
 ) -> TrainedModel:
-    """Return the model of a checkpoint in `run_dir`. checkpoint: best, last (the newest), or the
-    number of a step.
+    """Return the model of a checkpoint in `run_dir`: best, last (the newest), or a step.
 
     overrides: ``key=value`` for keys that a resumed run may change, such as device and data.root.
 
@@ -70,25 +67,15 @@ def load_model(
     """
     require_run_dir(run_dir)
     path, state = read_checkpoint(run_dir, checkpoint)
-    missing = [key for key in KEYS if key not in state]
-    of_another = f"{path} was written by another version of ddp_trainer"
-    require(
-        not missing,
-        f"{of_another} and lacks the entries {', '.join(missing)}: use the version that wrote it",
-    )
-    try:
-        from_builtins(state["config"])
-    except (OmegaConfBaseException, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{of_another}, and this version cannot read its config ({reason}): use the version"
-            " that wrote it"
-        ) from error
+    check_version(path, state)
     config = from_builtins(override(state["config"], overrides))
+    preprocessing = Preprocessing(**state["preprocessing"])
+    channels, height, width = preprocessing.image_shape
     names = list(state["class_names"])
-    shape = state["preprocessing"]["image_shape"]
     model = build_model(
-        replace(config.model, weights=None), image_shape=tuple(shape), num_classes=len(names)
+        replace(config.model, weights=None),
+        image_shape=(channels, height, width),
+        num_classes=len(names),
     )
     try:
         load_state(model, state.get("ema") or state["model"])
@@ -104,12 +91,27 @@ def load_model(
         config=config,
         model=model.eval(),
         class_names=names,
-        preprocessing=Preprocessing(**state["preprocessing"]),
+        preprocessing=preprocessing,
         step=state["step"],
         epoch=state["epoch"],
         data_fingerprint=state["data_fingerprint"],
         evaluation=tuple(state["progress"]["evaluation"]),
     )
+
+
+def check_version(path: Path, state: State) -> None:
+    """Raise ConfigError if another version of this package wrote a checkpoint."""
+    other = f"{path} was written by another version of ddp_trainer"
+    fix = "use the version that wrote it"
+    missing = [key for key in KEYS if key not in state]
+    require(not missing, f"{other} and lacks the entries {', '.join(missing)}: {fix}")
+    try:
+        from_builtins(state["config"])
+    except (OmegaConfBaseException, KeyError, TypeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{other}, and this version cannot read its config ({reason}): {fix}"
+        ) from error
 
 
 def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
@@ -127,25 +129,13 @@ def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
 
 
 def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
-    """Return path and state of a checkpoint: best, last (the newest that is not damaged), or the
-    number of a step.
+    """Return path and state of a checkpoint: best, last (the newest good one), or a step.
 
     Raises:
         ConfigError: the checkpoint does not exist or is damaged; the message lists the existing
         ones.
     """
-    folder = run_dir / "checkpoints"
-    steps = sorted(
-        (int(path.stem[5:]) for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()),
-        reverse=True,
-    )
-    files = {str(step): [folder / f"step-{step:08d}.pt"] for step in steps}
-    choices = {LAST: [path for paths in files.values() for path in paths], **files} if steps else {}
-    if (folder / "best.pt").exists():
-        choices = {BEST: [folder / "best.pt"], **choices}
-    fix = (
-        f"choose from {', '.join(choices)}" if choices else "the run has not saved a checkpoint yet"
-    )
+    choices = checkpoint_files(run_dir / "checkpoints")
     reason = "does not exist"
     for path in choices.get(checkpoint, []):
         try:
@@ -153,4 +143,17 @@ def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
         except DamagedCheckpointError as error:
             reason = str(error)
             logger.warning("checkpoint %s %s", path, error)
+    existing = f"choose from {', '.join(choices)}"
+    fix = existing if choices else "the run has not saved a checkpoint yet"
     raise ConfigError(f"checkpoint={checkpoint} of {run_dir} {reason}: {fix}")
+
+
+def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files to try, in order, by the name of a checkpoint: best, last, or a step."""
+    names = (path.stem.removeprefix("step-") for path in folder.glob("step-*.pt"))
+    steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+    paths = [folder / f"step-{step:08d}.pt" for step in steps]
+    files = {BEST: [folder / "best.pt"]} if (folder / "best.pt").exists() else {}
+    if paths:
+        files[LAST] = paths
+    return files | {str(step): [path] for step, path in zip(steps, paths, strict=True)}

@@ -36,7 +36,7 @@ from ddp_trainer.tools.report.evaluations import EvaluationFolder
 from ddp_trainer.tools.report.files import FolderReader
 from ddp_trainer.tools.report.metrics import Curve, read_metrics
 from ddp_trainer.tools.report.page import write_report
-from ddp_trainer.tools.report.runs import Run, flatten, rows_by_key
+from ddp_trainer.tools.report.runs import Run, flat_texts, rows_by_key
 
 MB = 1_000_000
 
@@ -640,8 +640,8 @@ def test_a_name_that_is_not_utf_8_has_a_page(tmp_path: Path) -> None:
 
 
 def test_rows_by_key_and_flatten_keep_the_order_of_keys() -> None:
-    first = flatten({"b": {"x": 1, "y": {}}, "a": None})
-    second = flatten({"a": None, "c": False})
+    first = flat_texts({"b": {"x": 1, "y": {}}, "a": None})
+    second = flat_texts({"a": None, "c": False})
     assert first == {"b.x": "1", "b.y": "{}", "a": "null"}
     assert rows_by_key([first, second]) == [
         ["b.x", "1", "—"],

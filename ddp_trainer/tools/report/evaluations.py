@@ -116,7 +116,7 @@ def read_mistakes(folder: FolderReader) -> list[Mistake]:
     ]
     entries.sort(key=lambda entry: -(number(entry.get("loss")) or 0.0))
     thumbnails = FolderReader(folder.folder)
-    mistakes = [read_mistake(entry, thumbnails) for entry in choose(entries, MAX_MISTAKES)]
+    mistakes = [read_mistake(entry, thumbnails) for entry in choose_mistakes(entries, MAX_MISTAKES)]
     if thumbnails.problems:
         count = len(thumbnails.problems)
         folder.problems.append(f"pictures of mistakes that cannot be used: {count}.")
@@ -139,7 +139,7 @@ def read_mistake(entry: dict[Any, Any], thumbnails: FolderReader) -> Mistake:
     )
 
 
-def choose(entries: Sequence[dict[Any, Any]], count: int) -> list[dict[Any, Any]]:
+def choose_mistakes(entries: Sequence[dict[Any, Any]], count: int) -> list[dict[Any, Any]]:
     """Return up to `count` of `entries` in their order.
 
     The first one of each pair (true class, predicted class) is chosen before all others.

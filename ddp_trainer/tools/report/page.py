@@ -13,7 +13,7 @@ from markupsafe import Markup
 from ddp_trainer.config.errors import path_error, require
 from ddp_trainer.files import replace_text
 from ddp_trainer.tools.report import charts
-from ddp_trainer.tools.report.runs import Run, distinct_names, duration, flatten, rows_by_key
+from ddp_trainer.tools.report.runs import Run, distinct_names, duration, flat_texts, rows_by_key
 from ddp_trainer.tools.report.values import format_number, format_share, text
 from ddp_trainer.version import __version__
 
@@ -79,7 +79,7 @@ def build_page(runs: Sequence[Run], *, title: str | None = None) -> str:
         charts=charts.build_charts(metrics, x_axis),
         differing=[row for row in config if len(set(row[1:])) > 1],
         config=config,
-        summary=rows_by_key([flatten(run.summary) for run in runs]),
+        summary=rows_by_key([flat_texts(run.summary) for run in runs]),
         versions=rows_by_key([run.versions for run in runs]),
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=__version__,

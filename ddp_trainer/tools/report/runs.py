@@ -31,8 +31,8 @@ class Run:
         require_run_dir(run_dir)
         self.path = run_dir.resolve()
         self.folder = FolderReader(run_dir)
-        self.config = flatten(self.folder.read_object("config.yaml", dict))
-        self.versions = flatten(self.folder.read_object("versions.json", dict))
+        self.config = flat_texts(self.folder.read_object("config.yaml", dict))
+        self.versions = flat_texts(self.folder.read_object("versions.json", dict))
         self.metrics = read_metrics(self.folder)
         self.summary: dict[str, Any] = self.folder.read_object("summary.json", dict)
         self.was_resumed = self.continues_after(whole(self.summary.get("steps")))
@@ -100,7 +100,7 @@ def read_pictures(folder: FolderReader) -> list[tuple[str, str, Picture]]:
     return pictures
 
 
-def flatten(tree: dict[Any, Any]) -> dict[str, str]:
+def flat_texts(tree: dict[Any, Any]) -> dict[str, str]:
     """Return nested dicts as one dict, such as ``{"optimizer.lr": "0.1"}``, of `MAX_KEYS` keys."""
     flat: dict[str, str] = {}
     waiting: list[tuple[tuple[str, ...], Any]] = [((), tree)]
