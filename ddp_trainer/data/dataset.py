@@ -35,8 +35,9 @@ class ImageTensors:
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 Split = ImageTensors | Dataset[Any]
-"""Images in memory, or a map-style data set of (uint8 [C, H, W] tensor or PIL image, int), which is
-streamed.
+"""Images in memory, or a map-style data set, whose samples are streamed.
+
+A sample is (uint8 [C, H, W] tensor or PIL image, int).
 
 A map-style data set may also have these members, which are found by name:
 
