@@ -26,28 +26,19 @@ SplitName = StrEnum("SplitName", ["test", "validation", "train"])
 @dataclass(kw_only=True, slots=True)
 class AugmentConfig:
     random_crop_padding: int = field(default=0, metadata=NOT_NEGATIVE)
-    """Width in pixels of the black border that is added before a random crop to the original size;
-    0: no crop.
-    """
+    """Width, in pixels, of the black border from which random crops are cut; 0: no crop."""
     random_hflip: bool = False
     """Mirror each image left to right with probability 0.5."""
     random_erasing: float = field(default=0.0, metadata=UP_TO_ONE)
-    """Probability in [0, 1] of blanking one random rectangle (2 to 33 % of the area) of an image.
-    """
+    """Probability of blanking one random rectangle (2 to 33 % of the area) of an image."""
     rand_augment: int = field(default=0, metadata=rule("0 to 20", lambda value: 0 <= value <= 20))
     """Number of RandAugment operations, the same for all images of a global batch; 0: none."""
     color_jitter: float = field(default=0.0, metadata=UP_TO_ONE)
-    """Largest relative change of brightness, contrast and saturation; all images of a global batch
-    change alike.
-    """
+    """Largest relative change of brightness, contrast and saturation, one for a global batch."""
     mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Alpha of mixup: the weight of an image in a mix of two is drawn from Beta(alpha, alpha); 0:
-    no mixup.
-    """
+    """Alpha of mixup: an image's weight in a mix is drawn from Beta(alpha, alpha); 0: none."""
     cutmix: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Alpha of CutMix: the share of its area that an image keeps is drawn from Beta(alpha, alpha);
-    0: no CutMix.
-    """
+    """Alpha of CutMix: an image keeps a share, from Beta(alpha, alpha), of its area; 0: none."""
 
     def check_images(self, channels: int, height: int, width: int) -> None:
         """Check that this augmentation is possible for images of this shape; ConfigError if not."""
@@ -69,26 +60,18 @@ class FileAugmentConfig(AugmentConfig):
         default=0.25,
         metadata=rule("greater than 0 and at most 1, or null", lambda value: 0 < value <= 1),
     )
-    """Smallest area of a random training crop, as a share of the image; aspect 3:4 to 4:3; null: a
-    center crop.
-    """
+    """Smallest share of a random training crop, of aspect 3:4 to 4:3; null: a center crop."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = MISSING
     mean: list[float] = field(default_factory=lambda: [0.5])
-    """Mean of the training split per channel, on pixels scaled to [0, 1]; subtracted after
-    augmentation.
-    """
+    """Mean of the training split per channel, on pixels in [0, 1]; used after augmentation."""
     std: list[float] = field(default_factory=lambda: [0.25])
-    """Standard deviation of the training split per channel; pixels are divided by it after the mean
-    is subtracted.
-    """
+    """Standard deviation of the training split per channel, on pixels in [0, 1]."""
     validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
-    """Share, in [0, 1), of the training split that is not trained on, but evaluated in place of the
-    test split.
-    """
+    """Share, in [0, 1), of the training split that is evaluated in place of the test split."""
     num_workers: Any = field(  # int | str, which omegaconf 2.3 cannot merge inside of a group
         default="auto",
         metadata=FREE
@@ -97,13 +80,9 @@ class DataConfig:
             lambda value: value == "auto" or (type(value) is int and 0 <= value <= 1024),
         ),
     )
-    """Threads per rank that read images of streamed data sets in advance; auto: usable cores /
-    local ranks, 2 to 16.
-    """
+    """Threads per rank that read streamed images; auto: usable cores / local ranks, 2 to 16."""
     on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
-    """What to do about an image file that cannot be decoded: error: stop; skip: leave it out, and
-    list it.
-    """
+    """For an image that cannot be decoded: error: stop; skip: leave it out, and list it."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def __post_init__(self) -> None:
@@ -120,16 +99,12 @@ class DataConfig:
 
     @property
     def description(self) -> dict[str, str | None]:
-        """``{"name": …, "root": …}`` of the data set, for result files; root is None if the data
-        set has no folder.
-        """
+        """Name and root of the data set, for result files; root is None without a folder."""
         return {"name": self.name, "root": getattr(self, "root", None)}
 
     @property
     def eval_split(self) -> str:
-        """The name of the split to evaluate: "validation" if validation_fraction is above 0, else
-        "test".
-        """
+        """The name of the split to evaluate: "validation" with validation_fraction, or "test"."""
         return "validation" if self.validation_fraction else "test"
 
 
@@ -145,9 +120,7 @@ class DigitsConfig(DataConfig):
 class FashionMnistConfig(DataConfig):
     name: str = "fashion_mnist"
     root: str | None = field(default=None, metadata=FREE)
-    """Folder with the four IDX files (gzipped or not); null: that of Debian's package, else a
-    download in ~/.cache.
-    """
+    """Folder with the four IDX files; null: that of Debian's package, or else a download."""
     mean: list[float] = field(default_factory=lambda: [0.2860])
     std: list[float] = field(default_factory=lambda: [0.3530])
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_hflip=True))
@@ -188,23 +161,15 @@ class ImageFilesConfig(DataConfig):
     """The keys of data sets whose images are files."""
 
     root: str | None = field(default=None, metadata=FREE)
-    """Folder with train/<class> and val/<class> (or test/<class>); <class> is enough with
-    validation_fraction.
-    """
+    """Folder of train/<class> and val/<class>; with validation_fraction, <class> is enough."""
     image_size: int = field(default=224, metadata=POSITIVE)
     """Height and width, in pixels, to which image crops are scaled."""
     cache: Cache = Cache.none
-    """uint8: keep images, scaled down to 8/7 of image_size, in a file that is written before the
-    training starts.
-    """
+    """uint8: before training, write all images, scaled down to 8/7 of image_size, to a file."""
     cache_dir: str | None = field(default=None, metadata=FREE)
-    """Folder of the cache and of the list of files, on a disk of this node; null:
-    ~/.cache/ddp_trainer.
-    """
+    """Folder of the cache and of the list of files, on this node; null: ~/.cache/ddp_trainer."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    """Mean of the training split per channel, on pixels scaled to [0, 1]; the default is that of
-    ImageNet.
-    """
+    """Mean of the training split per channel, on pixels in [0, 1]; by default ImageNet's."""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
     """Standard deviation of the training split per channel; the default is that of ImageNet."""
     augment: FileAugmentConfig = field(default_factory=lambda: FileAugmentConfig(random_hflip=True))  # type: ignore[override]
@@ -221,18 +186,13 @@ class TorchvisionDataConfig(ImageFilesConfig):
     dataset: str = "CIFAR10"
     """Name of a class of torchvision.datasets."""
     root: str | None = field(default=None, metadata=FREE)
-    """Folder of the data set, in the layout of that class; null: ~/.cache/ddp_trainer/torchvision.
-    """
+    """Folder in the layout of that class; null: ~/.cache/ddp_trainer/torchvision."""
     download: bool = field(default=False, metadata=FREE)
     """Download what is missing; one process per node downloads at a time."""
     train_split: str | None = None
-    """Value of the argument `split` of torchvision's class for training; null: the default of that
-    argument.
-    """
+    """Argument `split` of torchvision's class for training; null: the default of the class."""
     test_split: str | None = None
-    """Value of the argument `split` for evaluation; null: the first of test, val and valid that
-    exists.
-    """
+    """Argument `split` for evaluation; null: the first of test, val and valid that exists."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the class; for example EMNIST needs +data.arguments.split=letters."""
     mean: list[float] = field(default_factory=lambda: [0.5])

@@ -1,3 +1,1 @@
-"""Data sets, the order of their samples, augmentation, and the loaders that make batches
-of them.
-"""
+"""Data sets, the order of their samples, augmentation and loaders."""

@@ -35,14 +35,17 @@ class ImageTensors:
 Shape = tuple[int, int, int]
 """Channels, height and width of an image."""
 Split = ImageTensors | Dataset[Any]
-"""Images in memory, or a map-style data set of (uint8 [C, H, W] tensor or PIL image, int), which is
-streamed.
+"""Images in memory, or a map-style data set, whose samples are streamed.
+
+A sample is (uint8 [C, H, W] tensor or PIL image, int).
 
 A map-style data set may also have these members, which are found by name:
 
 - ``read(index, draws)`` returns a sample as indexing does, with a random crop that the four numbers
   `draws` in [0, 1) choose, or with the center crop if `draws` is None;
 - ``labels``, a tensor int64 [N]: a validation split then has the same share of each class;
+- ``groups``, a tensor [N]: samples of one group, for example of one patient, are then either all in
+  the validation split or all in the training split;
 - ``path(index)`` returns the path of a sample's file, for messages;
 - ``image_shape``: channels, height and width of all images, so that none is read for it;
 - ``fingerprint()`` returns a text that identifies the samples;
@@ -156,9 +159,12 @@ def check_split(split: Split, name: str, *, num_classes: int) -> None:
                 f"{name} images must be uint8 [N, C, H, W] and are {images.dtype}"
                 f" {list(images.shape)}"
             )
-    labels = labels_of(split)
+    labels = per_sample(split, "labels")
     if labels is not None:
         check_labels(labels, name, count=count, num_classes=num_classes)
+    groups = per_sample(split, "groups")
+    if groups is not None and groups.shape != (count,):
+        raise ValueError(f"{name} groups must have the shape [{count}], not {list(groups.shape)}")
 
 
 def check_labels(labels: Tensor, name: str, *, count: int, num_classes: int) -> None:
@@ -191,13 +197,13 @@ def member(split: Split, name: str) -> Any:
     return getattr(in_whole(split)[0], name, None)
 
 
-def labels_of(split: Split) -> Tensor | None:
-    """Return the labels of all samples, int64 [N]; None if the split has no tensor of them."""
+def per_sample(split: Split, name: str) -> Tensor | None:
+    """Return the attribute `name` ("labels" or "groups") of a split, [N]; None without a tensor."""
     if type(split) is Subset:
-        labels = labels_of(split.dataset)
-        return None if labels is None else labels[list(split.indices)]
-    labels = getattr(split, "labels", None)
-    return labels if isinstance(labels, Tensor) else None
+        values = per_sample(split.dataset, name)
+        return None if values is None else values[list(split.indices)]
+    values = getattr(split, name, None)
+    return values if isinstance(values, Tensor) else None
 
 
 def class_counts(split: Split, num_classes: int) -> Tensor | None:
@@ -296,29 +302,52 @@ def fingerprint_parts(split: Split) -> Iterator[bytes | memoryview]:
 def hold_out(datasets: Datasets, fraction: float) -> Datasets:
     """Return `Datasets` whose evaluation split is a random part of the training split.
 
-    The part is the same for every seed. Of a streamed split with ``labels``, it has the same share
-    of each class, to within one image, and never a whole class.
+    The part is the same for every seed. It is `fraction` of a split in memory. Of a streamed split
+    with ``groups``, it has whole groups, at most `fraction` of the samples; with ``labels``, it has
+    the same share of each class, to within one image, and never a whole class.
     """
     split = datasets.train
-    order = torch.randperm(num_samples(split), generator=generator(0, purpose="validation"))
-    groups = [order]
-    labels = None if isinstance(split, ImageTensors) else labels_of(split)
-    if labels is not None:
-        groups = [order[labels[order] == label] for label in labels.unique()]
-
-    counts = held_out_counts([len(group) for group in groups], fraction)
+    groups = per_sample(split, "groups")
+    labels = None if isinstance(split, ImageTensors) else per_sample(split, "labels")
+    count = num_samples(split)
+    if groups is not None:
+        held_out = choose_groups(groups, fraction)
+    else:
+        held_out = choose_samples(torch.zeros(count) if labels is None else labels, fraction)
     require(
-        sum(counts) > 0,
-        f"data.validation_fraction={fraction} of {len(order)} training images holds out no image:"
-        " raise data.validation_fraction, or, if every class has a single image, add images",
+        bool(held_out.any()),
+        f"data.validation_fraction={fraction} of {count} training images holds out no image: raise"
+        " data.validation_fraction, or, if every class has a single image, add images",
     )
-    held_out = [group[:count] for group, count in zip(groups, counts, strict=True)]
-    rest = [group[count:] for group, count in zip(groups, counts, strict=True)]
     return Datasets(
-        train=select(split, torch.cat(rest).sort().values),
-        eval=select(split, torch.cat(held_out).sort().values),
+        train=select(split, (~held_out).nonzero()[:, 0]),
+        eval=select(split, held_out.nonzero()[:, 0]),
         class_names=datasets.class_names,
     )
+
+
+def choose_groups(groups: Tensor, fraction: float) -> Tensor:
+    """Return a mask of the samples, bool [N], that covers random whole groups. groups: [N]."""
+    _, numbers, sizes = groups.unique(return_inverse=True, return_counts=True)
+    free = math.floor(fraction * len(groups))
+    chosen: list[int] = []
+    for group in torch.randperm(len(sizes), generator=generator(0, purpose="validation")).tolist():
+        size = int(sizes[group])
+        if size <= free:
+            free -= size
+            chosen.append(group)
+    return torch.isin(numbers, torch.tensor(chosen, dtype=torch.int64))
+
+
+def choose_samples(labels: Tensor, fraction: float) -> Tensor:
+    """Return a mask of the samples, bool [N], that covers `fraction` of each class. labels: [N]."""
+    order = torch.randperm(len(labels), generator=generator(0, purpose="validation"))
+    classes = [order[labels[order] == label] for label in labels.unique()]
+    mask = torch.zeros(len(labels), dtype=torch.bool)
+    counts = held_out_counts([len(samples) for samples in classes], fraction)
+    for samples, count in zip(classes, counts, strict=True):
+        mask[samples[:count]] = True
+    return mask
 
 
 def held_out_counts(sizes: Sequence[int], fraction: float) -> list[int]:

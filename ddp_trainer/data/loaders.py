@@ -33,9 +33,7 @@ class Batch(NamedTuple):
     images: Tensor
     """float32 [B, C, H, W], normalized."""
     labels: Tensor
-    """int64 [B], `NO_LABEL` for a sample that could not be read. With mixup or CutMix: float32 [B,
-    classes].
-    """
+    """int64 [B], `NO_LABEL` for a bad sample; with mixup or CutMix: float32 [B, classes]."""
     ids: Tensor
     """int64 [B]: the positions of the samples in the data set."""
 

@@ -1,7 +1,7 @@
 """Threads that read in advance."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,11 +13,11 @@ R = TypeVar("R")
 
 def read_ahead(
     begin: Callable[[ThreadPoolExecutor, T], R], items: Iterable[T], *, num_threads: int, ahead: int
-) -> Iterator[R]:
+) -> Generator[R]:
     """Yield ``begin(pool, item)`` for each item in order, called for `ahead` items in advance.
 
     begin: submits work to the pool of `num_threads` threads, and returns the futures of this work.
-    All threads have ended when the iterator is closed or exhausted.
+    All threads have ended when the generator is closed or exhausted.
     """
     # One thread an operation: torch's default, a thread for each core, would compete with the other
     # threads of the pool and with the training.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -101,12 +102,12 @@ class SampleReader:
         """
         requests = zip(batches, repeat(None) if crops is None else crops, strict=False)
         ahead = BATCHES_AHEAD if self.num_workers else 0
-        for images, labels, parts in read_ahead(
-            self._begin, requests, num_threads=self.num_workers, ahead=ahead
-        ):
-            for part in parts:
-                part.result()
-            yield images, labels
+        begun = read_ahead(self._begin, requests, num_threads=self.num_workers, ahead=ahead)
+        with closing(begun):  # because an exception's traceback would keep its threads alive
+            for images, labels, parts in begun:
+                for part in parts:
+                    part.result()
+                yield images, labels
 
     def _begin(
         self, pool: ThreadPoolExecutor, request: tuple[Tensor, Tensor | None]

@@ -55,9 +55,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         )
 
     def positions(self, step: int) -> slice:
-        """Return the positions, in the epoch's order, of this rank's share of global batch
-        `step`.
-        """
+        """Return the positions of this rank's share of global batch `step` in the epoch's order."""
         start = step * self.global_batch_size
         return slice(start + self.rank, start + self.global_batch_size, self.num_replicas)
 

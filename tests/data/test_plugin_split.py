@@ -148,6 +148,29 @@ def test_a_held_out_part_has_the_same_share_of_each_class(
     assert all(crops)  # a part of a data set that can crop crops, too
 
 
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+def test_a_group_is_held_out_whole_or_not_at_all(
+    fraction: float, build: Callable[..., Datasets]
+) -> None:
+    train = Tiles([0, 1, 2] * 20)
+    train.groups = torch.tensor([7 * (n // 4) for n in range(59)] + [1])  # type: ignore[attr-defined]
+    datasets = build(train, Tiles([0]), validation_fraction=fraction)
+    sides = [
+        set(train.groups[list(split.indices)].tolist())  # type: ignore[attr-defined, union-attr]
+        for split in (datasets.train, datasets.eval)
+    ]
+    assert not sides[0] & sides[1]
+    assert fraction * 60 - 4 < num_samples(datasets.eval) <= fraction * 60
+    assert num_samples(datasets.train) + num_samples(datasets.eval) == 60
+    with pytest.raises(
+        ConfigError, match=r"^data\.validation_fraction=0\.01 of 60 training images"
+    ):
+        build(train, Tiles([0]), validation_fraction=0.01)
+    train.groups = torch.zeros(3)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^data=tiles: train groups must have the shape \[60\]"):
+        build(train, Tiles([0]))
+
+
 def test_shape_and_fingerprint_are_known_without_a_read(build: Callable[..., Datasets]) -> None:
     train = Tiles([0, 1, 2])
     datasets = build(train, train)

@@ -10,8 +10,7 @@ from ddp_trainer.data.datasets.idx import read_split
 
 
 def build_digits(config: DigitsConfig) -> Datasets:
-    """Return 1,797 handwritten digits of 8×8 pixels; every fifth image of a class is for
-    evaluation.
+    """Return 1,797 handwritten digits; every fifth image of a class is for evaluation.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine
     Learning Repository, 1998, doi 10.24432/C50P49, CC BY 4.0 (the part that scikit-learn ships).

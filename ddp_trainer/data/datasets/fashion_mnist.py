@@ -94,9 +94,7 @@ def locate(data_root: str | None) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Download into `folder`, which is created when all files are verified; the processes of a node
-    take turns.
-    """
+    """Create `folder` with the verified files; the processes of a node take turns."""
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)

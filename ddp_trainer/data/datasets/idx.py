@@ -17,9 +17,7 @@ KINDS = {3: "images", 1: "labels"}
 
 
 def read_split(folder: Path, prefix: str) -> ImageTensors:
-    """Return images and labels from the IDX files ``<prefix>-…`` in `folder`; ConfigError if a file
-    is damaged.
-    """
+    """Return the split of the IDX files ``<prefix>-…``; ConfigError if one is damaged."""
     images, labels = (
         read_idx(find_idx(folder, f"{prefix}-{kind}-idx{dimensions}-ubyte"), dimensions=dimensions)
         for dimensions, kind in KINDS.items()
@@ -35,8 +33,7 @@ def find_idx(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path, *, dimensions: int) -> Tensor:
-    """Return the uint8 array in the IDX file `path`, gzipped or not: 3 dimensions are images, 1 is
-    labels.
+    """Return the uint8 array of an IDX file, gzipped or not, with `dimensions`: see `KINDS`.
 
     Raises ConfigError for a file that cannot be read, is truncated, or has other content.
 

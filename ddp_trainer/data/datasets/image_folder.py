@@ -1,7 +1,6 @@
-"""Images in one folder per class: train/<class> and val/<class>, or just <class> and a random
-validation split.
-"""
+"""Images in one folder per class: train/<class> and val/<class>, or just <class>."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_trainer.config.data import Cache, ImageFilesConfig, ImageFolderConfig
@@ -15,15 +14,8 @@ EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
 
 
 def build_image_folder(config: ImageFolderConfig) -> Datasets:
-    """Return the images in data.root; ConfigError if images are missing or the folders are not as
-    they must be.
-    """
-    require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
-    root = Path(config.root or "").expanduser()
-    require(
-        root.is_dir(),
-        f"data.root={config.root} must be a folder of images, and there is no such folder",
-    )
+    """Return the images in data.root; ConfigError if images or folders are missing."""
+    root = root_folder(config)
     train_folder, eval_folder = find_splits(root, is_split=config.validation_fraction > 0)
     cache_dir = cache_folder(config)
     train = load_index(train_folder, cache_dir)
@@ -48,29 +40,36 @@ def build_image_folder(config: ImageFolderConfig) -> Datasets:
 
 
 def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
-    """Return the images of data.root to evaluate, from the first of these that exists: test, valid,
-    validation, val.
+    """Return the images in the first of test, valid, validation and val in data.root.
 
     If none exists, they are the images of the class folders in data.root. Raises ConfigError if
     data.root is no folder, there is no image, or a class is not in `class_names`.
     """
-    root = Path(config.root or "").expanduser()
-    require(
-        root.is_dir(),
-        f"data.root={config.root} must be a folder of images, and there is no such folder",
-    )
-    folder = next(
-        (root / name for name in EVALUATION_FOLDERS[::-1] if (root / name).is_dir()), root
-    )
+    root = root_folder(config)
+    folder = first_folder(root, EVALUATION_FOLDERS[::-1]) or root
     files = load_index(folder, cache_folder(config))
     check_evaluation(files, class_names)
     return image_files(files, class_names, config)
 
 
+def root_folder(config: ImageFolderConfig) -> Path:
+    """Return the folder data.root; ConfigError if it is missing."""
+    require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
+    root = Path(config.root or "").expanduser()
+    require(
+        root.is_dir(),
+        f"data.root={config.root} must be a folder of images, and there is no such folder",
+    )
+    return root
+
+
+def first_folder(root: Path, names: Sequence[str]) -> Path | None:
+    """Return the first of the folders `names` in `root` that exists."""
+    return next((root / name for name in names if (root / name).is_dir()), None)
+
+
 def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
-    """Return the images of `files` as one split (training or evaluation), with a cache if `config`
-    asks for one.
-    """
+    """Return the images of `files` as one split, with a cache if `config` asks for one."""
     min_crop_area = config.augment.random_resized_crop or 1.0
     images = ImageFiles(
         files, class_names, image_size=config.image_size, min_crop_area=min_crop_area
@@ -81,15 +80,12 @@ def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConf
 
 
 def cache_folder(config: ImageFilesConfig) -> Path:
-    """Return the folder for lists of files and caches: data.cache_dir, or by default the user's
-    cache folder.
-    """
+    """Return the folder for lists of files and caches: data.cache_dir, or that of the user."""
     return user_cache() if config.cache_dir is None else Path(config.cache_dir).expanduser()
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folder of training images and that of evaluation images. is_split: None for the
-    second.
+    """Return the folders of training and of evaluation images; None if `is_split`.
 
     Evaluation images are then a part of the training images (data.validation_fraction). ConfigError
     if a folder is missing.
@@ -104,7 +100,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
         return root, None
     if is_split:
         return root / "train", None
-    evaluation = next((root / name for name in EVALUATION_FOLDERS if (root / name).is_dir()), None)
+    evaluation = first_folder(root, EVALUATION_FOLDERS)
     require(
         evaluation is not None,
         f"data.root={root} has none of the folders {', '.join(EVALUATION_FOLDERS)}: make one, or"
@@ -114,9 +110,7 @@ def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
 
 
 def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
-    """Check that `files` has images, and no class that is not in `class_names`;
-    ConfigError if not.
-    """
+    """Check that there are images, and only of classes in `class_names`; else ConfigError."""
     unknown = [name for name in files.class_names if name not in set(class_names)]
     require(
         not unknown,

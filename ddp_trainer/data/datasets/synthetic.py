@@ -8,9 +8,7 @@ from ddp_trainer.distributed.seeding import generator
 
 
 def build_synthetic(config: SyntheticConfig) -> Datasets:
-    """Return noisy copies of one random pattern per class, made from the config alone, so equal on
-    every rank.
-    """
+    """Return noisy copies of one random pattern per class, a function of the config alone."""
     shape = (config.channels, config.height, config.width)
     patterns = torch.randint(
         256,

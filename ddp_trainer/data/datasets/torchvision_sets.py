@@ -105,27 +105,34 @@ def split_arguments(kind: type, config: TorchvisionDataConfig) -> list[dict[str,
 
     ConfigError if the config names a split, and the splits of `kind` are not chosen by name.
     """
-    signatures = [inspect.signature(base) for base in kind.__mro__ if base is not object]
-    known = {name for signature in signatures for name in signature.parameters}
+    known = arguments_of(kind)
     common = dict(config.arguments)
     if "download" in known:
         common["download"] = config.download
 
     if "split" in known and "train" not in known:
-        first = config.train_split or signatures[0].parameters["split"].default
+        first = config.train_split or known["split"].default
         others = [config.test_split] if config.test_split else EVALUATION_SPLITS
         return [common | {"split": name} for name in (first, *others)]
 
-    keys = ("train_split", "test_split")
-    named = [f"data.{key}={getattr(config, key)}" for key in keys if getattr(config, key)]
+    splits = {"train_split": config.train_split, "test_split": config.test_split}
+    named = " ".join(f"data.{key}={name}" for key, name in splits.items() if name)
     require(
         not named,
-        f"{' '.join(named)}: the splits of data.dataset={config.dataset} are not chosen by name:"
-        " leave out the key",
+        f"{named}: the splits of data.dataset={config.dataset} are not chosen by name: leave out"
+        " the key",
     )
     if "train" not in known:
         return [common]
     return [common | {"train": is_train} for is_train in (True, False)]
+
+
+def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the parameters of `kind` and of its base classes, which it may pass on, by name."""
+    known: dict[str, inspect.Parameter] = {}
+    for base in reversed(kind.__mro__[:-1]):  # without object
+        known |= inspect.signature(base).parameters
+    return known
 
 
 def open_split(

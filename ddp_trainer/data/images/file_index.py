@@ -20,19 +20,13 @@ from ddp_trainer.progress import show_progress
 EXTENSIONS = tuple(b".avif .bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
 IMAGE_FILES = f"files that end in {b', '.join(EXTENSIONS).decode()}"
 SCAN_THREADS = 8
-"""Number of threads that scan folders; it does not depend on the cores, because they wait for the
-file system.
-"""
+"""Threads that scan folders: more than cores, because they wait for the file system."""
 LOCK_SECONDS = 3600.0
 """How long a rank waits for another rank that scans."""
 MIN_AGE_SECONDS = 3.0
-"""An index is saved only if no folder has changed for this long, because file systems round the
-times of changes.
-"""
+"""Time without a change of a folder before it is saved: file systems round such times."""
 NUM_CHECKED_FILES = 1000
-"""Number of files that are compared with a saved index, because overwriting a file does not change
-its folder.
-"""
+"""Number of files to compare: overwriting a file does not change its folder's time."""
 
 SAVED = (
     "class_names",

@@ -1,6 +1,4 @@
-"""A split of image files: crops of uint8 [3, S, S] (S = data.image_size), read from the files or
-from a cache.
-"""
+"""A split of image files, read from the files or from a cache."""
 
 import errno
 import os
@@ -21,9 +19,7 @@ from ddp_trainer.data.images.pixel_cache import PixelCache, open_cache
 from ddp_trainer.distributed.environment import usable_cores
 
 BAD_FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP)
-"""Errors that make one file unreadable; other errors, such as a server that does not answer, may be
-temporary.
-"""
+"""Errors that make one file unreadable; others, such as of a server, may be temporary."""
 
 
 class UnreadableFileError(BadImageError):
@@ -41,18 +37,14 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def __init__(
         self, files: FileIndex, class_names: list[str], *, image_size: int, min_crop_area: float
     ) -> None:
-        """class_names: name of each label. min_crop_area: smallest area of a random crop, as a
-        share of the image.
-        """
+        """class_names: name of each label. min_crop_area: smallest share of a random crop."""
         self.files = files
         self.image_size = image_size
         self.min_crop_area = min_crop_area
-        # then labels are right even if two classes have one name
-        same = files.class_names == class_names
-        labels = torch.tensor(
-            [n if same else class_names.index(name) for n, name in enumerate(files.class_names)]
-        )
-        self.labels = labels.repeat_interleave(torch.from_numpy(files.counts))
+        numbers = list(range(len(class_names)))
+        if files.class_names != class_names:  # else labels are right even if two names are equal
+            numbers = [class_names.index(name) for name in files.class_names]
+        self.labels = torch.tensor(numbers).repeat_interleave(torch.from_numpy(files.counts))
         """int64 [N]: the class of each image."""
         self.cache: PixelCache | None = None
 
@@ -68,8 +60,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return 3, self.image_size, self.image_size
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return a crop of image `index`, scaled to uint8 [3, S, S] (S = image_size), and the
-        image's label.
+        """Return a crop of image `index`, scaled to uint8 [3, S, S], and the image's label.
 
         draws: four random numbers in [0, 1) that choose the crop; None: the center crop.
 
@@ -78,9 +69,8 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
             perhaps temporary.
         """
         image = self.decode(index) if self.cache is None else self.cache[index]
-        return crop(image, draws, min_area=self.min_crop_area, side=self.image_size), int(
-            self.labels[index]
-        )
+        part = crop(image, draws, min_area=self.min_crop_area, side=self.image_size)
+        return part, int(self.labels[index])
 
     def decode(self, index: int) -> Tensor:
         """Return a whole image, uint8 [3, H, W], from its file."""
@@ -105,12 +95,11 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         return os.fsdecode(self.files.path(index))
 
     def fingerprint(self) -> str:
-        """Return a digest of the files' names, sizes and labels, and of the size of the images."""
+        """Return a digest of names, sizes and labels, and the size of the images."""
         return f"{self.files.digest()} {self.image_size}"
 
     def open_cache(self, cache_dir: Path) -> None:
-        """Open the cache of these images in `cache_dir`, or build it if there is none; `read` then
-        uses it.
+        """Open the cache of these images in `cache_dir`, or build it; `read` then uses it.
 
         Raises ConfigError or TransientError if the cache, or an image file from which it is built,
         cannot be used.
@@ -126,19 +115,17 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         )
 
     def shrunk(self, index: int, side: int) -> Tensor:
-        """Return image `index` for the cache, scaled down so that its short side is `side` pixels.
+        """Return image `index` for the cache, scaled down until its short side is `side` pixels.
 
-        If the image cannot be decoded, the cache records the BadImageError; other errors end the
-        building of the cache.
+        The cache records a BadImageError; other errors end the building of the cache.
         """
         try:
             return shrink(self.decode(index), side)
         except UnreadableFileError as error:
-            text = (
+            raise ConfigError(
                 f"{self.path(index)} cannot be read: {error}; give this user the right, or remove"
                 " the file"
-            )
-            raise ConfigError(text) from error
+            ) from error
         except BadImageError:
             raise
         except (OSError, RuntimeError) as error:

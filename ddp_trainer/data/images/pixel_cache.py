@@ -1,5 +1,4 @@
-"""The cache of a folder's images: scaled down, in one file that all ranks of a node map into their
-memory.
+"""The cache of a folder's images, scaled down, in files that all ranks of a node map.
 
 A cache is a folder with three files: `PIXELS` has uint8 [H, W, 3] of one image after another,
 `RECORDS` has a record for each image, and `BAD` has the reasons why images could not be decoded.
@@ -13,9 +12,9 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,9 +33,7 @@ PIXELS = "pixels"
 RECORDS = "records"
 BAD = "bad.jsonl"
 RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
-"""The record of an image: its sides in pixels (0 if it could not be decoded), and the checksum of
-its bytes.
-"""
+"""The sides of an image in pixels (0 if it is bad), and the checksum of its bytes."""
 LOCK_SECONDS = 7 * 24 * 3600.0
 """How long a rank waits for another rank that builds the cache."""
 AHEAD_PER_THREAD = 4
@@ -49,9 +46,7 @@ class DamagedCacheError(RuntimeError):
 
 
 class PixelCache:
-    """The decoded images of a split, read from the files of `open_cache`. Threads may read at the
-    same time.
-    """
+    """The decoded images of a split, from the files of `open_cache`, for any number of threads."""
 
     def __init__(self, folder: Path, *, count: int) -> None:
         """Map the cache of `count` images in `folder` into memory; ConfigError if it is damaged."""
@@ -71,8 +66,7 @@ class PixelCache:
         self.reasons = read_reasons(folder)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return an image, uint8 [3, H, W], as a view of the file; its checksum is checked at the
-        first read.
+        """Return an image, uint8 [3, H, W], as a view of the file; check it at the first read.
 
         Raises:
             BadImageError: the image could not be decoded when the cache was built.
@@ -96,8 +90,7 @@ class PixelCache:
 def open_cache(
     folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
 ) -> PixelCache:
-    """Return the cache in `folder`; if there is none, one process of this node builds it with
-    `num_threads` threads.
+    """Return the cache in `folder`, which one process of this node builds if there is none.
 
     read: returns the image with a number from 0 to count - 1, uint8 [3, H, W], or raises
     BadImageError. task: the text beside the progress bar.
@@ -130,8 +123,7 @@ def open_cache(
 def build(
     folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
 ) -> None:
-    """Write the cache beside `folder`, continuing a build that was killed, and rename it to
-    `folder`.
+    """Write the cache beside `folder`, from where a killed build ended, and rename it.
 
     read, count, task: see `open_cache`. If the disk is full, raises ConfigError after removing what
     was written, because other programs need the space.
@@ -144,12 +136,10 @@ def build(
             open(building / PIXELS, "ab") as pixels,
             open(building / RECORDS, "ab") as records,
             open(building / BAD, "a") as reasons,
-            show_progress(task, total=count) as advance,
+            show_progress(task, total=count, done=done) as advance,
+            closing(decode_in_order(read, range(done, count), num_threads)) as images,
         ):
-            advance(done)
-            for index, image in enumerate(
-                decode_in_order(read, range(done, count), num_threads), done
-            ):
+            for index, image in enumerate(images, done):
                 record = write_image(pixels, reasons, index, image)
                 pixels.flush()
                 reasons.flush()
@@ -175,7 +165,7 @@ def build(
 
 def decode_in_order(
     read: Callable[[int], Tensor], indices: range, num_threads: int
-) -> Iterator[Decoded]:
+) -> Generator[Decoded]:
     """Yield images, decoded by threads, in order; a bad image is replaced by its BadImageError."""
 
     def decode(index: int) -> Decoded:
@@ -188,14 +178,13 @@ def decode_in_order(
         return pool.submit(decode, index)
 
     ahead = num_threads * AHEAD_PER_THREAD
-    for future in read_ahead(begin, indices, num_threads=num_threads, ahead=ahead):
-        yield future.result()
+    with closing(read_ahead(begin, indices, num_threads=num_threads, ahead=ahead)) as futures:
+        for future in futures:
+            yield future.result()
 
 
 def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:
-    """Append image `index` to the file `pixels`, or its BadImageError to the file `reasons`; return
-    its `RECORD`.
-    """
+    """Append an image to `pixels`, or its error to `reasons`; return its `RECORD`."""
     if isinstance(image, BadImageError):
         reasons.write(json.dumps([index, str(image)]) + "\n")
         return np.array((0, 0, 0), RECORD).tobytes()
@@ -205,9 +194,7 @@ def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> b
 
 
 def keep_whole_images(building: Path) -> int:
-    """Truncate the files after the last complete image, and return the number of complete
-    images.
-    """
+    """Truncate the files after the last complete image; return the number of complete images."""
     for name in (PIXELS, RECORDS, BAD):
         (building / name).touch()
     records = read_records(building)
