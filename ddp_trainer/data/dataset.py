@@ -208,7 +208,7 @@ def per_sample(split: Split, name: str) -> Tensor | None:
 
 def class_counts(split: Split, num_classes: int) -> Tensor | None:
     """Return the number of samples of each class, int64 [num_classes]; None if it is unknown."""
-    labels = labels_of(split)
+    labels = per_sample(split, "labels")
     return None if labels is None else torch.bincount(labels.cpu(), minlength=num_classes)
 
 
