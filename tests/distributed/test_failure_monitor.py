@@ -73,8 +73,13 @@ def finish_early(rank: int, monitor: FailureMonitor) -> None:
     progress(monitor, seconds=2 if rank == 1 else 9)
 
 
+def end_slowly(rank: int, monitor: FailureMonitor) -> None:
+    monitor.on_phase(None, Phase.end)
+    time.sleep(8)  # as loggers may that upload their files; others are reported after 5 s
+
+
 @pytest.mark.fault("heartbeats late at a timeout of 2 s")
-@pytest.mark.parametrize("body", [hold_the_gil, finish_early])
+@pytest.mark.parametrize("body", [hold_the_gil, finish_early, end_slowly])
 def test_a_healthy_job_is_left_alone_at_a_short_timeout(body, tmp_path: Path) -> None:
     assert on_ranks(2, run_monitored, body, str(tmp_path), 2.0) == ["", ""]
     assert not (tmp_path / "failure.log").exists()
@@ -117,6 +122,11 @@ def test_a_rank_without_heartbeats_is_reported_and_the_job_ends(body, tmp_path: 
 
 
 def raise_on_both(rank: int, monitor: FailureMonitor) -> None:
+    def emit() -> None:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"] + ".emitted", "a") as file:
+            file.write("once")
+
+    monitor.emit_failure = emit
     time.sleep(1.5 if rank == 1 else 2.0)
     raise RuntimeError("boom" if rank == 1 else "Connection closed by peer")
 
@@ -127,6 +137,8 @@ def test_only_the_first_failure_is_reported(tmp_path: Path) -> None:
     assert other == ""
     assert re.fullmatch(r"rank 1 on \S+ failed first, in data after step 3", report)
     assert "RuntimeError: boom" in (tmp_path / "failure.log").read_text()
+    for rank in range(2):
+        assert (tmp_path / f"error-{rank}.json.emitted").read_text() == "once"
 
 
 def raise_from_a_cause(rank: int, monitor: FailureMonitor) -> None:
