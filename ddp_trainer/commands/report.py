@@ -29,9 +29,7 @@ class ReportOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the report and print its path; exit with 2 for wrong input, with 1 for any other
-    failure.
-    """
+    """Write the report; exit with 2 for wrong input, with 1 for any other failure."""
     usage = "report RUN_DIR [RUN_DIR …] [option=value …]"
     with errors_as_exit_codes():
         options, rest = parse_options(ReportOptions, words, usage=usage, description=__doc__)
