@@ -75,7 +75,7 @@ class Scores:
         }
 
     def calibration(self) -> list[dict[str, float | int | None]]:
-        """Return mean confidence, accuracy and count of samples in `NUM_BINS` bins of confidence."""
+        """Return mean confidence, accuracy and count of `NUM_BINS` bins of confidence."""
         confidence = self.rows[:, CONFIDENCE]
         bins = (confidence.nan_to_num() * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
         counts, sums, correct = (
