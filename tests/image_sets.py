@@ -1,5 +1,6 @@
 """The data sets that tests may use: none of them needs a network."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ needs_fashion_mnist = pytest.mark.skipif(
 
 
 def write_fashion_mnist(folder: Path, *, num_train: int = 600, num_test: int = 200) -> Path:
-    """Write handwritten digits of 28×28 pixels as Fashion-MNIST's four files, for ``data.root``."""
+    """Write handwritten digits of 28×28 pixels as Fashion-MNIST's files, raw and compressed."""
     folder.mkdir(parents=True, exist_ok=True)
     datasets: Any = build_digits(DigitsConfig())
     for prefix, split, count in (
@@ -27,8 +28,11 @@ def write_fashion_mnist(folder: Path, *, num_train: int = 600, num_test: int = 2
     ):
         ids = [number % len(split.labels) for number in range(count)]
         large = split.images[ids, 0].repeat_interleave(3, 1).repeat_interleave(3, 2)
-        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(encode_idx(pad(large, (2, 2, 2, 2))))
-        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(encode_idx(split.labels[ids].byte()))
+        images = encode_idx(pad(large, (2, 2, 2, 2)))
+        labels = encode_idx(split.labels[ids].byte())
+        for name, content in (("images-idx3", images), ("labels-idx1", labels)):
+            (folder / f"{prefix}-{name}-ubyte").write_bytes(content)
+            (folder / f"{prefix}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
     return folder
 
 

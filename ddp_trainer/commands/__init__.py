@@ -1,6 +1,4 @@
-"""The commands of ``python -m ddp_trainer``, one module each, and the code that they share
-(options, exit codes).
-"""
+"""The commands of ``python -m ddp_trainer``, one module each, and what they share."""
 
 COMMANDS = {
     "train": "train a model; the default",

@@ -33,9 +33,7 @@ class DoctorOptions:
     run_dir: str | None = None
     """The directory whose disk is measured; null: the run directory of the config."""
     size_mb: int = field(default=25, metadata=POSITIVE)
-    """Size of the all-reduce that is measured, in units of 2^20 bytes; DDP sends buckets of 25 for
-    large models.
-    """
+    """Size of the measured all-reduce, in units of 2^20 bytes, such as DDP's buckets of 25."""
 
 
 def main(words: Sequence[str]) -> None:

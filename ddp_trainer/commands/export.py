@@ -38,13 +38,9 @@ class ExportOptions(CheckpointOptions):
     format: str = "safetensors,pt2,onnx"
     """The formats of the files to write, separated by commas."""
     preprocessing: Place = Place.inside
-    """inside: the files take uint8 images [N, C, H, W]; outside: normalized float32. No effect on
-    safetensors.
-    """
+    """inside: pt2 and onnx take uint8 images [N, C, H, W]; outside: normalized float32."""
     check_images: int = field(default=1000, metadata=NOT_NEGATIVE)
-    """Images on which each file is compared with the checkpoint; 0: no comparison, for a machine
-    without the data.
-    """
+    """Images on which files are compared with the checkpoint; 0: none, if the data is missing."""
 
 
 def main(words: Sequence[str]) -> None:

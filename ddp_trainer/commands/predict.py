@@ -63,9 +63,6 @@ def main(words: Sequence[str]) -> None:
         except BrokenPipeError:  # the reader has ended, as in: predict … | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(FAILURE)
-        except OSError as error:
-            reason = f"the output cannot be written: {error.strerror}"
-            raise TransientError(reason) from error
 
 
 def print_results(results: Iterator[tuple[str, "Prediction | BadFile"]]) -> None:
@@ -79,8 +76,18 @@ def print_results(results: Iterator[tuple[str, "Prediction | BadFile"]]) -> None
             print(f"{printable(path)} cannot be read: {entry['reason']}", file=sys.stderr)
             num_bad += 1
         else:
-            print(json.dumps({"path": path, **entry}), flush=True)
+            print_line(json.dumps({"path": path, **entry}))
             num_good += 1
     rate = (num_good + num_bad) / (time.perf_counter() - began)
     bad = f", {num_bad:,} could not be read" if num_bad else ""
     print(f"{num_good:,} images{bad}, {rate:,.0f} img/s", file=sys.stderr)
+
+
+def print_line(line: str) -> None:
+    """Print a line; TransientError if it cannot be written, for example to a full disk."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TransientError(f"the output cannot be written: {error.strerror}") from error

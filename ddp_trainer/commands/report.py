@@ -1,11 +1,11 @@
 """Write a report on one or more runs as one HTML file, which needs no other file and no network:
 
-    python -m ddp_trainer report outputs/digits-resnet18-ddp python -m ddp_trainer report
-    outputs/digits-resnet18-ddp outputs/digits-lenet-ddp output=report.html
+    python -m ddp_trainer report outputs/digits-resnet18-ddp
+    python -m ddp_trainer report outputs/first outputs/second output=report.html
 
-It shows the curves, the time of a step by phase, the evaluations with their mistakes, the configs
-and the versions. Several runs are compared in the same charts and tables. Only the files in the run
-directories are read; the command evaluate writes the evaluations.
+It shows the results, the curves, the evaluations with their mistakes, the configs and the versions.
+Several runs are compared in the same charts and tables. Only the files in the run directories are
+read; the command evaluate writes the evaluations.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,7 @@ class ReportOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Write the report and print its path; exit with 2 for wrong input, with 1 for any other
-    failure.
-    """
+    """Write the report; exit with 2 for wrong input, with 1 for any other failure."""
     usage = "report RUN_DIR [RUN_DIR …] [option=value …]"
     with errors_as_exit_codes():
         options, rest = parse_options(ReportOptions, words, usage=usage, description=__doc__)

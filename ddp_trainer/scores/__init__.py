@@ -1,3 +1,1 @@
-"""The scores of a model on a split: per sample, per class and per pair of classes; their files and
-pictures.
-"""
+"""The scores of a model on a split, and their files and pictures."""

@@ -1,6 +1,4 @@
-"""Scores computed from the predictions for all samples: loss, accuracy, confusion matrix, F1 per
-class, calibration.
-"""
+"""Scores computed from the predictions for all samples."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -16,16 +14,12 @@ NUM_BINS = 15
 WORST = 100
 WORST_PER_PAIR = 5
 NUM_PAIRS = 200
-"""Number of mistakes listed whatever their classes, number listed for each frequent pair of
-classes, and of pairs.
-"""
+"""Number of mistakes listed of all, of each frequent pair of classes, and number of pairs."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a model, computed from `rows`: float64 [N, 6], the result of
-    `SampleResults.gather`.
-    """
+    """The scores of a model. rows: float64 [N, 6], the result of `SampleResults.gather`."""
 
     rows: Tensor
     class_names: list[str]
@@ -47,9 +41,7 @@ class Scores:
 
     @property
     def top5(self) -> float:
-        """The share of samples, in [0, 1], whose true class was among the five most probable
-        classes.
-        """
+        """The share of samples, in [0, 1], whose class was among the five most probable ones."""
         return float(self.rows[:, IN_TOP5].mean())
 
     @cached_property
@@ -59,17 +51,13 @@ class Scores:
 
     @cached_property
     def confusion(self) -> Tensor:
-        """The confusion matrix, int64 [C, C]: samples counted by true class (row) and predicted
-        class (column).
-        """
+        """The number of samples, int64 [C, C], by true class (row) and predicted class (column)."""
         size = len(self.class_names)
         cells = (self.rows[:, LABEL] * size + self.rows[:, PREDICTION]).long()
         return torch.bincount(cells, minlength=size * size).view(size, size)
 
     def per_class(self) -> dict[str, dict[str, float | int | None]]:
-        """Return precision, recall, F1 and support by class name; None where the divisor would be
-        zero.
-        """
+        """Return precision, recall, F1 and support by class name; None for a division by zero."""
         correct = self.confusion.diagonal()
         support = self.confusion.sum(1)
         predicted = self.confusion.sum(0)
@@ -87,9 +75,7 @@ class Scores:
         }
 
     def calibration(self) -> list[dict[str, float | int | None]]:
-        """Return mean confidence, accuracy and count of the samples in each of `NUM_BINS` equal
-        bins of confidence.
-        """
+        """Return mean confidence, accuracy and count of `NUM_BINS` bins of confidence."""
         confidence = self.rows[:, CONFIDENCE]
         bins = (confidence.nan_to_num() * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
         counts, sums, correct = (
@@ -106,8 +92,7 @@ class Scores:
         ]
 
     def calibration_error(self) -> float:
-        """Return the mean over bins of |confidence - accuracy|, each bin weighted by its number of
-        samples.
+        """Return the mean of |confidence - accuracy| over bins, weighted by their samples.
 
         Source: Guo et al., On Calibration of Modern Neural Networks, 2017 (arXiv 1706.04599).
         """
@@ -117,8 +102,7 @@ class Scores:
         ) / max(1, self.count)
 
     def mistakes(self) -> Tensor:
-        """Return the rows of the worst mistakes, the largest loss first: float64 [M, 6], with the
-        columns of `rows`.
+        """Return the `rows` of the worst mistakes, the largest loss first: float64 [M, 6].
 
         These are the `WORST` mistakes with the largest loss, and for each of the `NUM_PAIRS` most
         frequent pairs (true class, predicted class) the `WORST_PER_PAIR` mistakes with the largest
@@ -137,9 +121,7 @@ class Scores:
         return wrong[kept]
 
     def values(self) -> dict[str, Any]:
-        """Return the scores as in metrics.json: loss, top1, top5, count, calibration_error,
-        calibration, per_class.
-        """
+        """Return the scores as in metrics.json."""
         return {
             "loss": self.loss,
             "top1": self.top1,
@@ -152,7 +134,5 @@ class Scores:
 
 
 def ids_of(rows: Tensor) -> Tensor:
-    """Return the sample ids of `rows`, float64 [N, 6] as from `SampleResults.gather`, as
-    int64 [N].
-    """
+    """Return the sample ids, int64 [N], of `rows`, float64 [N, 6]."""
     return rows[:, ID].long()

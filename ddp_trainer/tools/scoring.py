@@ -117,9 +117,7 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
 
 
 def score_rows(trained: TrainedModel, reader: Reader, world: World) -> Tensor:
-    """Return the result of the model for each sample: float64 [N, 6] as from
-    `SampleResults.gather`. Collective.
-    """
+    """Return float64 [N, 6] for the samples, as from `SampleResults.gather`. Collective."""
     config = trained.config
     layout = memory_format(config.channels_last)
     normalize = Normalize(

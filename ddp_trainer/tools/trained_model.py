@@ -49,9 +49,7 @@ class TrainedModel:
     epoch: int
     data_fingerprint: str
     evaluation: tuple[float | None, float, int]
-    """Loss, top-1 and number of images of the last evaluation before the checkpoint was saved; 0
-    images: none.
-    """
+    """Loss, top-1 and number of images of the last evaluation before it; 0 images: none."""
 
 
 def load_model(

@@ -14,12 +14,11 @@ done
     "output=$folder/report.html" 'title=LeNet on Fashion-MNIST'
 cp "$folder/lenet-lr-0.2/evaluation/last-test/confusion_matrix.png" docs/images/confusion_matrix.png
 
-picture() {  # name, width, section, further options
+picture() {  # name, width, height, further options
     chromium --headless --no-sandbox --disable-gpu --hide-scrollbars "--user-data-dir=$folder/profile" \
-        --virtual-time-budget=5000 "--window-size=$2,1000" "--screenshot=docs/images/report_$1.png" "${@:4}" \
-        "file://$folder/report.html#$3"
+        --virtual-time-budget=5000 "--window-size=$2,$3" "--screenshot=docs/images/report_$1.png" "${@:4}" \
+        "file://$folder/report.html"
 }
-picture light 1100 overview
-picture evaluation 1100 evaluation
-picture dark 1100 overview --blink-settings=preferredColorScheme=0
-picture narrow 390 overview
+picture light 1100 1600
+picture dark 1100 1600 --blink-settings=preferredColorScheme=0
+picture narrow 390 1600

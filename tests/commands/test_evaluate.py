@@ -1,6 +1,4 @@
-"""``evaluate``: the same scores at any number of ranks, those of the training, on every split, and
-clear errors.
-"""
+"""``evaluate``: the scores of the training at any number of ranks, and clear errors."""
 
 import csv
 import json

@@ -1,6 +1,4 @@
-"""``export``: files that give the checkpoint's probabilities in a process that does not have this
-package.
-"""
+"""``export``: files that give the checkpoint's probabilities without this package."""
 
 import json
 import os

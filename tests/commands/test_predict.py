@@ -1,6 +1,4 @@
-"""``predict`` and `load`: the probabilities of ``evaluate`` for the same files, in their order; bad
-files are named.
-"""
+"""``predict`` and `load`: the probabilities of ``evaluate``, in order; bad files are named."""
 
 import json
 import subprocess

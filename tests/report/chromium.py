@@ -52,9 +52,7 @@ class Page:
         return value
 
     def press(self, key: str, *, code: int = 0, text: str = "") -> None:
-        """Press and release a key. code: its number in Windows, which Enter, Tab and the arrow keys
-        need.
-        """
+        """Press and release a key. code: its number in Windows, for Enter, Tab and arrows."""
         for kind in ("keyDown", "keyUp"):
             extra = {"text": text} if text and kind == "keyDown" else {}
             self.send(
@@ -178,9 +176,7 @@ class Chromium:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Chromium]:
-    """Yield a Chromium with an empty profile in the folder `profile`, which ends with the
-    context.
-    """
+    """Yield a Chromium with an empty profile in `profile`, which ends with the context."""
     assert CHROMIUM
     ours: list[int] = []
     theirs: list[int] = []

@@ -76,9 +76,7 @@ def train_record(step: int, time: float, numbers: random.Random) -> dict[str, An
 def write_metrics(
     run_dir: Path, *, steps: int, every: int, launches: Sequence[tuple[int, int]], seed: int
 ) -> None:
-    """Write metrics.jsonl with a record each `every` steps. launches: steps after which they begin,
-    and world sizes.
-    """
+    """Write metrics.jsonl. launches: steps after which they begin, and world sizes."""
     numbers = random.Random(seed)
     records = []
     time = START
@@ -179,9 +177,7 @@ def write_evaluation(
     wrong: int = 40,
     thumbnails: bool = True,
 ) -> Path:
-    """Write an evaluation in which 30 samples a class are right and `wrong` ones are not, and
-    return its folder.
-    """
+    """Write an evaluation: 30 samples a class are right, `wrong` ones are not."""
     path = run_dir / "evaluation" / folder
     numbers = random.Random(folder)
     (path / "mistakes").mkdir(parents=True)

@@ -1,6 +1,4 @@
-"""The page of a report in Chromium: it draws, compares, opens mistakes, and runs nothing of what
-files hold.
-"""
+"""The page of a report in Chromium: it draws, selects mistakes, and runs no text of files."""
 
 import json
 import shutil
@@ -52,9 +50,7 @@ def two_runs_page(two_runs: list[Path], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def open_page(browser: Chromium) -> Iterator[Opener]:
-    """A function that opens a report; in the end no page may have logged an error or loaded
-    anything else.
-    """
+    """Return a function that opens a report, which must log no error and load nothing else."""
     pages: list[tuple[Page, Path]] = []
 
     def open_it(path: Path, **options: Any) -> Page:

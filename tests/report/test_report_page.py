@@ -1,6 +1,4 @@
-"""The file of a report: what it has of the run directories, how large it is, and what it leaves
-out.
-"""
+"""The file of a report: its content, its size, and damaged input."""
 
 import errno
 import json

@@ -33,9 +33,7 @@ NAMES = ["cat", "dog", 'ä,\n"b"', "bird", "cow", "ant", "never"]
 
 
 def answers(count: int = 500, *, seed: int = 0, classes: int = len(NAMES)) -> tuple[Tensor, Tensor]:
-    """Return logits [N, C] and labels [N], some of them negative; the last class is no sample's and
-    no answer.
-    """
+    """Return logits [N, C] and labels [N], some negative; the last class is never used."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, classes, generator=generator)
     labels = torch.randint(classes - 1, (count,), generator=generator)
