@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 
 from ddp_trainer.config.data import DataConfig, DigitsConfig, FashionMnistConfig
-from ddp_trainer.data.dataset import ImageTensors, build_datasets
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import ImageTensors
 
 SIDE = 28
 SEEDS = (0, 1, 2)

@@ -47,7 +47,7 @@ from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.config.optimizers import OptimizerConfig
 from ddp_trainer.config.schedulers import SchedulerConfig
-from ddp_trainer.data.dataset import build_datasets
+from ddp_trainer.data.build import build_datasets
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import shutdown
 

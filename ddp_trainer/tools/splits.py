@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ddp_trainer.config.data import ImageFolderConfig, SplitName
 from ddp_trainer.config.errors import require
-from ddp_trainer.data.dataset import ImageTensors, Split, build_datasets, num_samples
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import ImageTensors, Split, num_samples
 from ddp_trainer.data.datasets.image_folder import open_folder
 from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader

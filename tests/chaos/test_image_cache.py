@@ -15,7 +15,8 @@ from PIL import Image
 from processes import forkserver, wait_for
 from runs import assert_bitwise, compose, kill_in_training, newest_step, train_on, trained_state
 
-from ddp_trainer.data.dataset import Datasets, build_datasets
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.images.decoding import shrink
 from ddp_trainer.data.images.file_index import load_index
 from ddp_trainer.data.images.image_files import ImageFiles

@@ -33,7 +33,8 @@ from ddp_trainer.config.data import (
     SyntheticConfig,
 )
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data.dataset import ImageTensors, build_datasets
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import ImageTensors
 from ddp_trainer.data.datasets import fashion_mnist as module
 from ddp_trainer.data.datasets.fashion_mnist import DEBIAN_FOLDER, FILES, download, locate
 
@@ -168,8 +169,14 @@ DAMAGES = {
         FILES[0],
         zeros(6),
     ),
-    "train labels must be int64 [6] and are torch.int64 [4]": (FILES[1], zeros(4)),
-    "eval labels must be 0 to 9 and are 0 to 10": (FILES[3], encode(torch.tensor([0, 1, 2, 10]))),
+    "train labels must be int64 [6] and are torch.int64 [4]": (
+        FILES[1],
+        zeros(4),
+    ),
+    "eval labels must be 0 to 9 and are 0 to 10": (
+        FILES[3],
+        encode(torch.tensor([0, 1, 2, 10])),
+    ),
     "images must have one shape: train has (1, 5, 5) and eval (1, 4, 4)": (
         FILES[2],
         zeros(4, 4, 4),
@@ -185,9 +192,12 @@ def test_a_damaged_set_is_refused_by_naming_the_file(expected: str, tmp_path: Pa
     with pytest.raises(ConfigError) as refused:
         build_resident(fashion_mnist(root))
     message = str(refused.value)
-    assert message.startswith(f"data.root={root}: ")
-    assert expected in message
-    assert message.endswith("; put the right files there")
+    if expected.startswith(("train ", "eval ", "images ")):
+        assert message == f"data=fashion_mnist data.root={root}: {expected}"
+    else:
+        assert message.startswith(f"data.root={root}: ")
+        assert expected in message
+        assert message.endswith("; put the right files there")
 
 
 @pytest.mark.parametrize("missing", [FILES[0], FILES[3], None])

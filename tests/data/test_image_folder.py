@@ -23,7 +23,8 @@ from torch import Tensor
 from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolderConfig
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.augmentation import Augmentation
-from ddp_trainer.data.dataset import Datasets, ImageTensors, build_datasets, num_samples
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import Datasets, ImageTensors, num_samples
 from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
 from ddp_trainer.data.normalize import Normalize

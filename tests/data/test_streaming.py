@@ -14,7 +14,8 @@ from test_loader import CPU, image_set, normalize, resident, world_of
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_trainer.data.dataset import Datasets, ImageTensors, hold_out, read_sample
+from ddp_trainer.data.build import hold_out
+from ddp_trainer.data.dataset import Datasets, ImageTensors, read_sample
 from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
 from ddp_trainer.data.readers import BATCHES_AHEAD, ResidentReader, SampleReader
 

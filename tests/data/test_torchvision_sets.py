@@ -23,13 +23,8 @@ from torchvision import datasets
 from ddp_trainer import run
 from ddp_trainer.config.data import Cifar10Config, TorchvisionDataConfig
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data.dataset import (
-    Datasets,
-    ImageTensors,
-    build_datasets,
-    num_samples,
-    read_sample,
-)
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import Datasets, ImageTensors, num_samples, read_sample
 from ddp_trainer.data.datasets.torchvision_sets import names_of_classes
 from ddp_trainer.data.images.file_index import index_files
 from ddp_trainer.data.images.image_files import ImageFiles

@@ -10,7 +10,8 @@ import torch
 from runs import BATCHNORM, TINY, assert_bitwise, compose, train_all, trained_state
 from torch.nn.functional import cross_entropy
 
-from ddp_trainer.data.dataset import ImageTensors, build_datasets
+from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.dataset import ImageTensors
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.models import build_model
 

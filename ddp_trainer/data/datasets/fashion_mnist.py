@@ -47,17 +47,16 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
     """
     folder = locate(config.root)
     try:
-        train, evaluation = (read_split(folder, prefix) for prefix in ("train", "t10k"))
-        datasets = Datasets(train=train, eval=evaluation, class_names=CLASS_NAMES)
-        datasets.check()
-        return datasets
-    except ValueError as error:  # a ConfigError is a ValueError
+        train = read_split(folder, "train")
+        evaluation = read_split(folder, "t10k")
+    except ConfigError as error:
         fix = (
             "put the right files there"
             if config.root
             else "remove the folder, or set data.root to another folder"
         )
         raise ConfigError(f"data.root={config.root or 'null'}: {error}; {fix}") from error
+    return Datasets(train=train, eval=evaluation, class_names=CLASS_NAMES)
 
 
 def locate(data_root: str | None) -> Path:
