@@ -103,6 +103,13 @@ def _check_plain(value: Any, text: str) -> None:
     require(not isinstance(value, int) or abs(value) < 2**63, f"{text} must be below 2^63")
 
 
+def printable(text: str) -> str:
+    """Return `text` on one line, with escapes in place of characters that cannot be printed."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean …?`` with names in `known` that are similar to `word`, or ""."""
     lower = {name.lower(): name for name in known}

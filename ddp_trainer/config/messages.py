@@ -25,7 +25,7 @@ from omegaconf.errors import (
 )
 
 from ddp_trainer import registry
-from ddp_trainer.config.errors import ConfigError, TransientError, require
+from ddp_trainer.config.errors import ConfigError, TransientError, printable, require
 from ddp_trainer.config.keys import Keys, known_keys
 
 HELP = "--help lists the keys"
@@ -95,10 +95,7 @@ def _check_key(key: str, text: str, known: Keys) -> None:
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
     """Return a printable one-line message, which quotes the one of `arguments` that is wrong."""
-    text = _reword(error, arguments)
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
+    return printable(_reword(error, arguments))
 
 
 @singledispatch
