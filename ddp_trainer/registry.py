@@ -75,11 +75,6 @@ class Choice:
     builder: Callable[..., Any] | str
     """The function that builds the object, or ``"package.module:function"``, imported later."""
 
-    def build(self, *args: Any, **options: Any) -> Any:
-        """Return the builder's object for the arguments, which docs/extending.md lists by group."""
-        builder = resolve_name(self.builder) if isinstance(self.builder, str) else self.builder
-        return builder(*args, **options)
-
 
 _choices: dict[str, dict[str, Choice]] = {group: {} for group in GROUPS}
 _plugins: dict[str, str] = {}
@@ -165,12 +160,17 @@ def find(group: str, schema: type) -> Choice | None:
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
     """Return the object that the builder of the class of `config` makes from the arguments.
 
+    docs/extending.md lists the arguments by group.
+
     Raises:
         PluginError: the object is not of the type `returns`.
     """
     choice = find(group, type(config))
     assert choice is not None, "checked by Config"
-    result = choice.build(config, *args, **options)
+    builder = choice.builder
+    if isinstance(builder, str):
+        builder = resolve_name(builder)
+    result = builder(config, *args, **options)
     if not isinstance(result, returns):
         raise PluginError(
             f"{group}={choice.name}: the builder must return an object of type {returns.__name__},"

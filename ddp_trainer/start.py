@@ -17,6 +17,8 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.differences import differences
 from ddp_trainer.config.errors import flatten_keys, require
+from ddp_trainer.config.losses import LossConfig
+from ddp_trainer.config.schema import Config, OnNonfinite, Precision
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import Datasets, class_counts, num_samples
 from ddp_trainer.data.loaders import Loaders, build_loaders

@@ -135,11 +135,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     names = [row["name"] for row in rows]
     rates = [row["images_per_second"] for row in rows]
     rounds = [row["images_per_second_by_round"] for row in rows]
-    below = [rate - min(values) for rate, values in zip(rates, rounds, strict=True)]
-    above = [max(values) - rate for rate, values in zip(rates, rounds, strict=True)]
+    ranges = [(rate - min(of), max(of) - rate) for rate, of in zip(rates, rounds, strict=True)]
     figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
-    bars = left.barh(names, rates, xerr=[below, above], capsize=2)
+    bars = left.barh(names, rates, xerr=list(zip(*ranges, strict=True)), capsize=2)
     steps = [f"step time {row['relative']:.2f} × {names[-1]}" for row in rows]
     left.bar_label(bars, steps, padding=8, fontsize=8)
     left.margins(x=0.35)  # room for the labels

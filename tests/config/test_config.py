@@ -11,10 +11,16 @@ from runs import compose
 
 from ddp_trainer import registry
 from ddp_trainer.commands.options import field_docstrings
-from ddp_trainer.config.composition import config_digest, config_dir, to_builtins, training_changes
+from ddp_trainer.config.composition import (
+    config_digest,
+    config_dir,
+    from_builtins,
+    to_builtins,
+    training_changes,
+)
 from ddp_trainer.config.data import FileAugmentConfig
 from ddp_trainer.config.errors import ConfigError, check_values, flatten_keys
-from ddp_trainer.config.keys import known_keys
+from ddp_trainer.config.keys import change_keys, is_marked, known_keys, parse_value
 from ddp_trainer.config.messages import in_words
 from ddp_trainer.config.models import ModelConfig
 from ddp_trainer.config.schema import CheckConfig, CheckpointConfig, Config, EmaConfig, Resume
@@ -75,6 +81,43 @@ def test_every_key_is_known_with_a_type_that_has_words() -> None:
     for key, (hint, _) in known.items():
         if not any(other.startswith(f"{key}.") for other in known):
             assert in_words(hint), key
+
+
+@pytest.mark.parametrize(
+    ("word", "hint", "value"),
+    [
+        ("name=007", str, "007"),
+        ("name=null", str, "null"),
+        ("data.root=a: [b", str | None, "a: [b"),
+        ("data.root=null", str | None, None),
+        ("num_threads=2", int | str, 2),
+        ("num_threads=auto", int | str, "auto"),
+        ("logger.wandb.tags=[a,1]", list[str], ["a", 1]),
+        ("optimizer.lr=1e-3", float, 0.001),
+    ],
+)
+def test_the_value_of_a_text_key_is_taken_as_it_is(word: str, hint: Any, value: object) -> None:
+    assert parse_value(word, hint) == value
+
+
+def test_keys_of_a_config_are_changed_as_their_types_say() -> None:
+    changed = from_builtins(change_keys(plain(), ["name=007", "seed=7", "resume=must"]))
+    assert changed == replace(compose(), name="007", seed=7, resume=Resume.must)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_named"),
+    [
+        ("optimizer.lr", True),
+        ("epochs", True),
+        ("logger.csv.name", True),
+        ("device", False),
+        ("checkpoint.keep_last", False),
+        ("data.root", False),
+    ],
+)
+def test_the_schema_says_which_keys_name_the_jobs_of_a_sweep(key: str, is_named: bool) -> None:
+    assert is_marked(key, "unnamed", known_keys()) != is_named
 
 
 def test_digests_are_equal_exactly_when_configs_are() -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from ipaddress import ip_address
 from typing import Any, get_args
 
-from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, TransientError
+from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, TransientError, printable
 
 MAX_TEXT = 500
 LIMITS = {int: 2**16, float: 1e11}
@@ -71,8 +71,8 @@ def encode_error(error: Exception | None) -> str:
     """Return exit code and message of an error as one line, such as ``2 node 1 …``; "" for None."""
     if error is None:
         return ""
-    text = "".join(character if character.isprintable() else " " for character in str(error))
-    return f"{USER_ERROR if isinstance(error, ConfigError) else FAILURE} {text}"[:MAX_TEXT]
+    code = USER_ERROR if isinstance(error, ConfigError) else FAILURE
+    return f"{code} {printable(str(error))}"[:MAX_TEXT]
 
 
 def raise_error(error: str) -> None:

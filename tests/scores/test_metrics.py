@@ -1,0 +1,44 @@
+"""The metrics of an evaluation agree with scikit-learn's, and are the same at any world size."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import TINY, records, train_on
+from sklearn.metrics import balanced_accuracy_score, f1_score
+
+from ddp_trainer.config.metrics import BalancedAccuracyConfig, MacroF1Config
+from ddp_trainer.scores.metrics import build_balanced_accuracy, build_macro_f1
+
+METRICS = "metric=[balanced_accuracy,macro_f1]"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_metrics_are_scikit_learns(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    labels = random.choice(5, 200, p=[0.5, 0.3, 0.15, 0.05, 0])  # the last class has no sample
+    probabilities = random.dirichlet(np.ones(5), 200) + np.eye(5)[labels] * (seed / 4)
+    predictions = probabilities.argmax(1)
+    arguments = torch.tensor(probabilities).float(), torch.tensor(labels)
+    balanced = build_balanced_accuracy(BalancedAccuracyConfig())(*arguments)
+    f1 = build_macro_f1(MacroF1Config())(*arguments)
+    present = np.unique(labels)
+    assert balanced == pytest.approx(
+        np.mean([np.mean(predictions[labels == label] == label) for label in present])
+    )
+    assert f1 == pytest.approx(f1_score(labels, predictions, labels=present, average="macro"))
+    if set(predictions) <= set(present):
+        assert balanced == pytest.approx(balanced_accuracy_score(labels, predictions))
+
+
+def test_metrics_are_logged_and_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 3):
+        words = (*TINY, METRICS, f"output_dir={tmp_path}", f"name={ranks}", "optimizer.lr=0.01")
+        train_on(ranks, *words)
+        logged = records(tmp_path / str(ranks), "eval/macro_f1")
+        assert len(logged) == 2
+        found.append([(one["eval/balanced_accuracy"], one["eval/macro_f1"]) for one in logged])
+    assert found[0] == pytest.approx(found[1])
+    assert all(0 <= value <= 1 for pair in found[0] for value in pair)
