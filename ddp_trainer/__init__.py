@@ -29,7 +29,7 @@ from ddp_trainer.version import __version__
 
 if TYPE_CHECKING:
     from ddp_trainer.data.dataset import Datasets, ImageTensors
-    from ddp_trainer.distributed.process_group import World
+    from ddp_trainer.distributed.world import World
     from ddp_trainer.launchers.local import launch
     from ddp_trainer.observers.loggers.base import Logger
     from ddp_trainer.sync.base import GradientSync
@@ -45,7 +45,7 @@ _IMPORTS_TORCH = {
     "Logger": "observers.loggers.base",
     "Observer": "training.run",
     "TrainingRun": "training.run",
-    "World": "distributed.process_group",
+    "World": "distributed.world",
     "launch": "launchers.local",
     "load": "tools.classifier",
     "run": "training_run",

@@ -23,8 +23,9 @@ from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import Datasets, class_counts, num_samples
 from ddp_trainer.data.loaders import Loaders, build_loaders
 from ddp_trainer.distributed.environment import Environment, c_compilers, installed_versions
-from ddp_trainer.distributed.process_group import World, prepare, process_group
+from ddp_trainer.distributed.process_group import prepare, process_group
 from ddp_trainer.distributed.seeding import derive_seed
+from ddp_trainer.distributed.world import World
 from ddp_trainer.models import build_model
 from ddp_trainer.runtime import keep_freed_memory
 from ddp_trainer.sync import build_sync

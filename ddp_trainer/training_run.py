@@ -23,7 +23,7 @@ from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.files import exclude_node, replace_text
 from ddp_trainer.observers.console import EpochLines, ProgressBar, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
@@ -152,7 +152,10 @@ def build_run(
         check = GradientCheck(step, every_steps=every_steps, deterministic=config.deterministic)
         step.hooks.append(check)
     control = ControlPoint(
-        world, log_every_steps=config.log_every_steps, checkpoint=config.checkpoint
+        world,
+        log_every_steps=config.log_every_steps,
+        save_every_steps=config.checkpoint.every_steps,
+        save_every_seconds=config.checkpoint.every_seconds,
     )
     training = TrainingRun(
         config,

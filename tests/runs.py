@@ -20,7 +20,8 @@ from ddp_trainer.config.composition import config_dir, register_configs, to_conf
 from ddp_trainer.config.messages import check_overrides
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.distributed.process_group import process_group
+from ddp_trainer.distributed.world import World
 from ddp_trainer.training.step import StepSettings
 from ddp_trainer.training_run import run
 

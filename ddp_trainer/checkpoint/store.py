@@ -20,7 +20,7 @@ from ddp_trainer.checkpoint.file import (
 )
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.schema import CheckpointConfig
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 
 logger = logging.getLogger(__name__)
 

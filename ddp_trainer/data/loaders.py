@@ -24,7 +24,7 @@ from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.distributed.environment import usable_cores
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 
 
 class Batch(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich import get_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.run import Observer, TrainingRun
 

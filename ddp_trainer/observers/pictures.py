@@ -25,7 +25,7 @@ from ddp_trainer.scores.pictures import (
     short_ascii,
 )
 from ddp_trainer.scores.scores import Scores, ids_of
-from ddp_trainer.training.results import LABEL, PREDICTION
+from ddp_trainer.training.evaluation import LABEL, PREDICTION
 from ddp_trainer.training.run import Observer, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from ddp_trainer.config.errors import path_error
 from ddp_trainer.files import lock_file
 from ddp_trainer.scores.pictures import confusion_png, thumbnail_png
 from ddp_trainer.scores.scores import Scores, ids_of
-from ddp_trainer.training.results import CONFIDENCE, ID, LABEL, LOSS, PREDICTION
+from ddp_trainer.training.evaluation import CONFIDENCE, ID, LABEL, LOSS, PREDICTION
 
 FOLDER = "evaluation"
 LOCK_SECONDS = 60.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_trainer.training.results import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PREDICTION
+from ddp_trainer.training.evaluation import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS, PREDICTION
 
 NUM_BINS = 15
 WORST = 100

@@ -3,7 +3,7 @@
 from ddp_trainer import registry
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import SyncConfig
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.base import GradientSync
 
 

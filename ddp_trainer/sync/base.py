@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.waiting import waiting
+from ddp_trainer.distributed.world import World
 
 
 class GradientSync:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import DataParallelConfig
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.base import GradientSync
 
 

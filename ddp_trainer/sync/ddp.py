@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import CommHook, DDPConfig
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.waiting import set_waiting, waiting
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.base import GradientSync
 
 # torch 2.14 renamed the flag and warns about the old name; 2.11 has only the old name.

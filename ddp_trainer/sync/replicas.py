@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import ReplicasConfig
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.base import GradientSync
 
 

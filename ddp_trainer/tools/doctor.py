@@ -18,7 +18,7 @@ from ddp_trainer.distributed.environment import (
     read_environment,
     usable_cores,
 )
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.launchers.fitness import UNITS, measure_fitness
 from ddp_trainer.launchers.node_check.client import CLOCK_SECONDS
 from ddp_trainer.launchers.node_check.server import SLOW

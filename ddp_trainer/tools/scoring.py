@@ -12,14 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.data import SplitName
+from ddp_trainer.config.data import OnBadImage, SplitName
 from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.data.dataset import sample_name
 from ddp_trainer.data.loaders import EvaluationLoader, build_reader
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import Reader, read_images
 from ddp_trainer.distributed.environment import Environment
-from ddp_trainer.distributed.process_group import World, prepare, process_group
+from ddp_trainer.distributed.process_group import prepare, process_group
+from ddp_trainer.distributed.world import World
 from ddp_trainer.scores.files import FOLDER, write_evaluation
 from ddp_trainer.scores.scores import Scores
 from ddp_trainer.start import autocast_dtype, check_same, memory_format, set_torch_switches
@@ -102,7 +103,9 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
     rows = score_rows(trained, reader, world)
     seconds = time.perf_counter() - began
     on_bad_image = config.data.on_bad_image
-    BadSamples(bad_samples, world, on_bad_image=on_bad_image, run_dir=trained.run_dir).gather()
+    BadSamples(
+        bad_samples, world, are_skipped=on_bad_image is OnBadImage.skip, run_dir=trained.run_dir
+    ).gather()
 
     scored = Scored(
         trained=trained,

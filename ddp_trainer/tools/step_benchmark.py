@@ -30,7 +30,7 @@ from ddp_trainer.config.sync import (
     SyncConfig,
 )
 from ddp_trainer.data.loaders import Batch, Loaders
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.observers.step_times import StepTimer
 from ddp_trainer.start import Start
 from ddp_trainer.sync.base import flatten, unflatten

@@ -1,14 +1,11 @@
-"""Samples that could not be read: the run lists the bad samples of all ranks in a file, or ends
-with an error.
-"""
+"""Samples that could not be read: the run lists those of all ranks in a file, or ends."""
 
 import json
 import logging
 from pathlib import Path
 
-from ddp_trainer.config.data import OnBadImage
 from ddp_trainer.config.errors import ConfigError, printable
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
@@ -17,28 +14,26 @@ FILE = "bad_images.jsonl"
 
 
 class BadSamples:
-    """The samples that any rank could not read (bad samples), listed in bad_images.jsonl in the run
-    directory.
-    """
+    """The samples that any rank could not read, listed in bad_images.jsonl."""
 
     def __init__(
-        self, own: list[tuple[str, str]], world: World, *, on_bad_image: OnBadImage, run_dir: Path
+        self, own: list[tuple[str, str]], world: World, *, are_skipped: bool, run_dir: Path
     ) -> None:
-        """Keep the list `own`, to which this rank's data readers append the name and reason of each
-        new bad sample.
+        """own: this rank's readers append the name and reason of each bad sample to it.
+
+        are_skipped: whether the run goes on without them (data.on_bad_image=skip).
         """
         self.own = own
         self.world = world
-        self.on_bad_image = on_bad_image
+        self.are_skipped = are_skipped
         self.path = run_dir / FILE
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:
-        """Exchange new bad samples between ranks; rank 0 adds them to bad_images.jsonl. Every rank
-        must call this.
+        """Exchange new bad samples between ranks; rank 0 adds them to the file. Collective.
 
         Raises:
-            ConfigError: on all ranks, if on_bad_image=error and any rank has a new bad sample.
+            ConfigError: on all ranks, if any rank has a new bad sample and they are not skipped.
         """
         new = self.own[:]
         del self.own[: len(new)]  # readers may have appended more
@@ -50,7 +45,7 @@ class BadSamples:
         name, reason = next(iter(new_reasons.items()))
         name = printable(name)
         others = "" if len(new_reasons) == 1 else f" (and {len(new_reasons) - 1} more images)"
-        if self.on_bad_image is OnBadImage.error:
+        if not self.are_skipped:
             raise ConfigError(
                 f"{name} cannot be read: {reason}{others}; set data.on_bad_image=skip to leave out"
                 " bad images, and start the command again"
@@ -62,9 +57,7 @@ class BadSamples:
             )
 
     def write(self) -> None:
-        """Add new bad samples to bad_images.jsonl. If this fails, for example on a full disk, only
-        log a warning.
-        """
+        """Add new bad samples to the file; a failure, as on a full disk, only logs a warning."""
         try:
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             known = {line["path"]: line["reason"] for line in map(json.loads, lines)}

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.schema import CheckpointConfig
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.waiting import waiting
+from ddp_trainer.distributed.world import World
 from ddp_trainer.training.metrics import MetricSums, NonFinite
 
 CONTROL_SECONDS = 1.0
@@ -56,10 +55,19 @@ class ControlPoint:
     host waits for the device. After other steps this class neither communicates nor waits.
     """
 
-    def __init__(self, world: World, *, log_every_steps: int, checkpoint: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        log_every_steps: int,
+        save_every_steps: int | None,
+        save_every_seconds: float | None,
+    ) -> None:
+        """save_every_seconds: by the clock of rank 0; None: no save by time."""
         self.world = world
         self.log_every_steps = log_every_steps
-        self.checkpoint = checkpoint
+        self.save_every_steps = save_every_steps
+        self.save_every_seconds = save_every_seconds
         self.next_step = 0
         self.step_seconds = CONTROL_SECONDS
         self.last_step = 0
@@ -99,8 +107,8 @@ class ControlPoint:
         points; returns this rank's numbers for all ranks, as many as on the other ranks.
         Collective at control points, which are the same on all ranks.
         """
-        every = self.checkpoint.every_steps
         log = is_last or step % self.log_every_steps == 0
+        every = self.save_every_steps
         save = self.is_save_postponed or (every is not None and step % every == 0)
         if not (log or save or step >= self.next_step):
             return None
@@ -124,7 +132,7 @@ class ControlPoint:
 
     def flags(self, requests: Requests) -> dict[str, float]:
         """Return this rank's numbers by name, to be summed over ranks. Only rank 0 sends times."""
-        seconds = self.checkpoint.every_seconds
+        seconds = self.save_every_seconds
         elapsed = time.perf_counter() - self.saved_at
         is_time_to_save = seconds is not None and elapsed >= seconds
         return {

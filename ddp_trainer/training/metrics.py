@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 
 
 class MetricSums:

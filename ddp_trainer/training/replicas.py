@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.fingerprint import bit_sum
 
 

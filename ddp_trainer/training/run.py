@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.data.loaders import Batch, Loaders
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.training.bad_samples import BadSamples
 from ddp_trainer.training.control import ControlPoint
-from ddp_trainer.training.evaluation import Evaluation, Metric
+from ddp_trainer.training.evaluation import Evaluation, Metric, SampleResults
 from ddp_trainer.training.metrics import SampleDigest
 from ddp_trainer.training.phase import Phase
-from ddp_trainer.training.results import SampleResults
 from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.summary import Status
 
@@ -155,7 +154,7 @@ class TrainingRun:
         self.bad_samples = BadSamples(
             loaders.bad_samples,
             self.world,
-            on_bad_image=config.data.on_bad_image,
+            are_skipped=config.data.on_bad_image.name == "skip",
             run_dir=self.run_dir,
         )
         self.progress = Progress(self.world, train_step)

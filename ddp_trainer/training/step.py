@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
+from ddp_trainer.distributed.world import World
 from ddp_trainer.models.ema import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, preserved_buffers, restore_buffers

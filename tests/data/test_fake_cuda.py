@@ -22,7 +22,7 @@ from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors
 from ddp_trainer.data.loaders import Batch, Loaders, build_loaders
 from ddp_trainer.data.readers import SampleReader
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 
 CUDA = torch.device("cuda", 0)
 NUM_CLASSES = 10

@@ -12,7 +12,7 @@ from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import ResidentReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 
 CPU = torch.device("cpu")
 MEAN = [0.4, 0.5]

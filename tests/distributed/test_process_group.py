@@ -17,7 +17,8 @@ from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import interface_towards, read_environment, set_interface
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.process_group import World, join_round, prepare, process_group
+from ddp_trainer.distributed.process_group import join_round, prepare, process_group
+from ddp_trainer.distributed.world import World
 
 CPU: dict[str, Any] = {"device": Device.cpu, "backend": Backend.auto, "num_threads": 1}
 TORCHRUN = {

@@ -14,8 +14,9 @@ from torch import nn
 from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.config.sync import DDPConfig
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.distributed.process_group import World, process_group
+from ddp_trainer.distributed.process_group import process_group
 from ddp_trainer.distributed.waiting import is_waiting, waiting
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.base import exchange
 from ddp_trainer.sync.ddp import DDPSync
 

@@ -24,7 +24,7 @@ from ddp_trainer.config.sync import (
     RingConfig,
     SyncConfig,
 )
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.models.lenet import LeNet
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck, transfer
 from ddp_trainer.start import autocast_dtype

@@ -26,7 +26,7 @@ from ddp_trainer.scores.pictures import LEFT, TOP, captioned_png, confusion_png,
 from ddp_trainer.scores.scores import NUM_BINS, WORST, Scores
 from ddp_trainer.tools.report.evaluations import EvaluationFolder
 from ddp_trainer.tools.report.files import FolderReader
-from ddp_trainer.training.results import ID, SampleResults
+from ddp_trainer.training.evaluation import ID, SampleResults
 
 CPU = torch.device("cpu")
 NAMES = ["cat", "dog", 'ä,\n"b"', "bird", "cow", "ant", "never"]

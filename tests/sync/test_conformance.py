@@ -27,7 +27,7 @@ from ddp_trainer.config.sync import (
     RingConfig,
     SyncConfig,
 )
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 from ddp_trainer.models import build_model
 from ddp_trainer.sync import build_sync
 from ddp_trainer.sync.base import GradientSync

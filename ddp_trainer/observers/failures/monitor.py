@@ -24,8 +24,8 @@ import torch.distributed as dist
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.process_group import World
 from ddp_trainer.distributed.waiting import is_waiting
+from ddp_trainer.distributed.world import World
 from ddp_trainer.observers.failures.report import REPORTED, Reporter, error_lines
 from ddp_trainer.observers.failures.stack_exchange import PROCESSES, STACKS, StackExchange
 from ddp_trainer.observers.failures.status import (

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ddp_trainer.distributed.process_group import World
+from ddp_trainer.distributed.world import World
 
 BUSY_SHARE = 0.1
 """A thread counts as computing above this share of a core: a low share, as ranks may share cores.
