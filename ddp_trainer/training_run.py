@@ -142,7 +142,11 @@ def build_run(
         )
 
     checkpoints = CheckpointStore(
-        run_dir / "checkpoints", config.checkpoint, world=world, check_state=check_state
+        run_dir / "checkpoints",
+        keep_last=config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        world=world,
+        check_state=check_state,
     )
     stack.callback(checkpoints.close)
     with disable_gc():  # because DDP imports torch's compiler

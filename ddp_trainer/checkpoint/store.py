@@ -19,7 +19,6 @@ from ddp_trainer.checkpoint.file import (
     write_file,
 )
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.schema import CheckpointConfig
 from ddp_trainer.distributed.world import World
 
 logger = logging.getLogger(__name__)
@@ -38,14 +37,16 @@ class CheckpointStore:
     def __init__(
         self,
         folder: Path,
-        config: CheckpointConfig,
         *,
+        keep_last: int,
+        keep_best: bool,
         world: World,
         check_state: Callable[[State], None] = lambda state: None,
     ) -> None:
         """check_state: raises ConfigError if a state belongs to another run than this one."""
         self.folder = folder
-        self.config = config
+        self.keep_last = keep_last
+        self.keep_best = keep_best
         self.world = world
         self.check_state = check_state
         self.last_good: Path | None = None
@@ -111,14 +112,14 @@ class CheckpointStore:
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
         """Copy the state of `source`, and write the copy to a file in the background.
 
-        If `is_best` and the config's ``keep_best``, also write best.pt. Collective: every rank must
+        If `is_best` and `keep_best`, also write best.pt. Collective: every rank must
         call this.
         """
         state = source.state_dict()
         if self.world.is_main:
             self.wait()
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-            self._pending = self._pool.submit(self._write, copy, is_best and self.config.keep_best)
+            self._pending = self._pool.submit(self._write, copy, is_best and self.keep_best)
 
     def wait(self) -> None:
         """Return once the last save is on disk, or has failed with a warning."""
@@ -134,7 +135,7 @@ class CheckpointStore:
                 leftover.unlink()
             write_file(path, state, also=best if is_best else None)
             self.last_good = path
-            for old in self.paths()[self.config.keep_last :]:
+            for old in self.paths()[self.keep_last :]:
                 if old != path:
                     old.unlink(missing_ok=True)
         except OSError as error:

@@ -23,8 +23,8 @@ from ddp_trainer.data.mixing import Mixing, build_mixing
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.distributed.environment import usable_cores
 from ddp_trainer.distributed.world import World
+from ddp_trainer.runtime import usable_cores
 
 
 class Batch(NamedTuple):

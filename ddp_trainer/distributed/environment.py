@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.runtime import usable_cores as usable_cores
 from ddp_trainer.version import __version__
 
 SIOCGIFADDR = 0x8915
@@ -237,15 +238,3 @@ def interface_towards(host: str) -> str | None:
                 if socket.inet_ntoa(reply[20:24]) == probe.getsockname()[0]:
                     return name
     return None
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and its container's quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
