@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ddp_trainer.config.errors import ConfigError, require
-from ddp_trainer.models.state import load_state
+from ddp_trainer.models.weights import load_state
 
 logger = logging.getLogger(__name__)
 

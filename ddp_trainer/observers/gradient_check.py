@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_trainer.config.errors import require
 from ddp_trainer.sync.base import start_exchange
 from ddp_trainer.sync.buffers import preserved_buffers
-from ddp_trainer.sync.fingerprint import bit_sum
-from ddp_trainer.training.replicas import DesynchronizedError, rank_outside_majority
+from ddp_trainer.sync.fingerprint import DesynchronizedError, bit_sum, rank_outside_majority
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}

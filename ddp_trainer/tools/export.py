@@ -17,7 +17,7 @@ from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.distributed.environment import installed_versions
 from ddp_trainer.files import replace_file
-from ddp_trainer.models.state import load_state
+from ddp_trainer.models.weights import load_state
 from ddp_trainer.tools.model_card import model_card
 from ddp_trainer.tools.preprocessing import Preprocessing
 from ddp_trainer.tools.splits import example_images

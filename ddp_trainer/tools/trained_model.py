@@ -15,7 +15,7 @@ from ddp_trainer.config.errors import ConfigError, require, require_run_dir
 from ddp_trainer.config.keys import change_keys, free_keys
 from ddp_trainer.config.schema import Config
 from ddp_trainer.models import build_model
-from ddp_trainer.models.state import load_state
+from ddp_trainer.models.weights import load_state
 from ddp_trainer.tools.preprocessing import Preprocessing
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.sync.buffers import averaged_statistics
+from ddp_trainer.sync.fingerprint import check_replicas
 from ddp_trainer.training.control import Decision, Requests
 from ddp_trainer.training.evaluation import compute_metrics, evaluate, mean_over_ranks
 from ddp_trainer.training.metrics import SampleDigest
 from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.prime import prime
-from ddp_trainer.training.replicas import check_replicas
 from ddp_trainer.training.run import TrainingRun
 from ddp_trainer.training.state import RunState
 from ddp_trainer.training.summary import Summary, read_summary

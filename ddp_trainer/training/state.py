@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint."""
 
 from ddp_trainer.checkpoint.file import State
-from ddp_trainer.models.state import load_state, tensors_of
+from ddp_trainer.models.weights import load_state, tensors_of
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
 from ddp_trainer.training.run import TrainingRun
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.distributed.world import World
-from ddp_trainer.models.ema import AveragedWeights
+from ddp_trainer.models.weights import AveragedWeights
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, preserved_buffers, restore_buffers
 from ddp_trainer.training.losses import Loss, sum_of_losses

@@ -20,7 +20,7 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.models import ModelConfig, TimmModelConfig, TorchvisionModelConfig
 from ddp_trainer.models import build_model
 from ddp_trainer.models.fine_tuning import head_names, load_weights
-from ddp_trainer.models.state import load_state
+from ddp_trainer.models.weights import load_state
 
 TORCHVISION = models.list_models(module=models)
 SMALL = {

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ddp_trainer.observers.hardware import peak_memory_mb
+from ddp_trainer.sync.fingerprint import rank_outside_majority
 from ddp_trainer.training.metrics import MetricSums, SampleDigest
-from ddp_trainer.training.replicas import rank_outside_majority
 
 CPU = torch.device("cpu")
 
