@@ -1,7 +1,7 @@
 """A hash of the bits of tensors, and the check that all replicas of a model are equal."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
