@@ -95,24 +95,7 @@ def record_samples(run: TrainingRun, batch: Batch) -> None:
 def control_point(run: TrainingRun) -> bool:
     """Log and save if due; return whether the launch stops here. Collective after some steps."""
     run.enter(Phase.control_point)
-    step = run.train_step
-    is_last = run.step == run.last_step_of_epoch
-    if is_last:
-        step.sync.synchronize(step.optimizer)
-    requests = Requests(
-        stop=run.should_stop(),
-        requested_stop=run.has_requested_stop,
-        save=run.take_requested_save(),
-        bad_samples=len(run.bad_samples.own),
-    )
-    decision = run.control.decide(
-        run.step,
-        is_last=is_last,
-        sums=step.sums,
-        nonfinite=step.nonfinite,
-        requests=requests,
-        rank_values=run.rank_values,
-    )
+    decision = decide(run)
     if decision is None:
         return False
 
@@ -123,10 +106,33 @@ def control_point(run: TrainingRun) -> bool:
     if decision.requested_stop and not decision.stop:
         run.settle_stop_request()
     if decision.stop or decision.requested_stop:
-        step.sync.synchronize(step.optimizer)
-    elif decision.save and not is_last:
+        run.train_step.sync.synchronize(run.train_step.optimizer)
+        return True
+    if decision.save and run.step < run.last_step_of_epoch:
         save_within_epoch(run)
-    return decision.stop or decision.requested_stop
+    return False
+
+
+def decide(run: TrainingRun) -> Decision | None:
+    """Return what all ranks do after this step; None if it is no control point."""
+    step = run.train_step
+    is_last = run.step == run.last_step_of_epoch
+    if is_last:
+        step.sync.synchronize(step.optimizer)
+    requests = Requests(
+        stop=run.should_stop(),
+        requested_stop=run.has_requested_stop,
+        save=run.take_requested_save(),
+        bad_samples=len(run.bad_samples.own),
+    )
+    return run.control.decide(
+        run.step,
+        is_last=is_last,
+        sums=step.sums,
+        nonfinite=step.nonfinite,
+        requests=requests,
+        rank_values=run.rank_values,
+    )
 
 
 def log(run: TrainingRun, decision: Decision) -> None:
