@@ -59,6 +59,19 @@ class Start:
             memory_format=self.memory_format,
         )
 
+    def step_settings(self) -> StepSettings:
+        """Return the values of the config that a step needs."""
+        config = self.config
+        return StepSettings(
+            global_batch_size=config.global_batch_size,
+            seed=config.seed,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            max_grad_norm=config.max_grad_norm,
+            autocast_dtype=autocast_dtype(config.precision),
+            skips_nonfinite=config.on_nonfinite is OnNonfinite.skip,
+            ema_decay=config.ema.decay,
+        )
+
     def build_step(self) -> TrainStep:
         """Return the training step of this rank, with its model, strategy and optimizer."""
         config = self.config
@@ -89,7 +102,7 @@ class Start:
             optimizer,
             LambdaLR(optimizer, factor),
             loss=build_loss(config.loss, datasets),
-            settings=step_settings(config),
+            settings=self.step_settings(),
             world=self.world,
         )
 
@@ -129,19 +142,6 @@ def build_loss(config: LossConfig, datasets: Datasets) -> Loss:
     """Return the loss that `config` chooses; its builder gets the size of each class, if known."""
     counts = class_counts(datasets.train, len(datasets.class_names))
     return registry.build("loss", config, class_counts=counts, returns=cast(Any, Callable))
-
-
-def step_settings(config: Config) -> StepSettings:
-    """Return the values of `config` that a step needs. Its precision must not be auto."""
-    return StepSettings(
-        global_batch_size=config.global_batch_size,
-        seed=config.seed,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        max_grad_norm=config.max_grad_norm,
-        autocast_dtype=autocast_dtype(config.precision),
-        skips_nonfinite=config.on_nonfinite is OnNonfinite.skip,
-        ema_decay=config.ema.decay,
-    )
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:

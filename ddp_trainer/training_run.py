@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from ddp_trainer.checkpoint.run_dir import check_changes, lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import require
-from ddp_trainer.config.observers import ReportConfig
+from ddp_trainer.config.metrics import MetricConfig
+from ddp_trainer.config.observers import ObserverConfig, ReportConfig
 from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
 from ddp_trainer.data.dataset import Datasets, num_samples
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
@@ -73,7 +74,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     with ExitStack() as stack:
         begun = start(config, environment, stack)
         world = begun.world
-        resume = resolve_resume(begun.config, environment, world)
+        resume = resolve_resume(begun.config.resume, environment, world)
         open_run_dir(run_dir, to_builtins(begun.config), world, resume=resume, stack=stack)
         stop = catch_signals(environment, world, stack)
         training = build_run(begun, run_dir, environment=environment, stop=stop, stack=stack)
@@ -97,13 +98,13 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     return summary
 
 
-def resolve_resume(config: Config, environment: Environment, world: World) -> Resume:
+def resolve_resume(resume: Resume, environment: Environment, world: World) -> Resume:
     """Return how this launch resumes: a restarted job also resumes with resume=never. Collective.
 
     All ranks are asked, because a late node does not know of the restart.
     """
     is_restart = any(world.all_gather_object(environment.is_restart))
-    return Resume.auto if is_restart and config.resume is Resume.never else config.resume
+    return Resume.auto if is_restart and resume is Resume.never else resume
 
 
 def catch_signals(environment: Environment, world: World, stack: ExitStack) -> GracefulStop:
@@ -168,7 +169,7 @@ def build_run(
         loaders=loaders,
         checkpoints=checkpoints,
         control=control,
-        metrics=build_metrics(config),
+        metrics=build_metrics(config.metric),
         should_stop=stop.poll,
     )
     observers = build_observers(training, monitor, loggers, stack)
@@ -178,12 +179,10 @@ def build_run(
     return training
 
 
-def build_metrics(config: Config) -> dict[str, Metric]:
-    """Return the metrics that `config` chooses, by name."""
+def build_metrics(configs: Mapping[str, MetricConfig]) -> dict[str, Metric]:
+    """Return the metrics that the config chooses, by name."""
     returns = cast(Any, Callable)
-    return {
-        name: registry.build("metric", one, returns=returns) for name, one in config.metric.items()
-    }
+    return {name: registry.build("metric", one, returns=returns) for name, one in configs.items()}
 
 
 def build_observers(
@@ -202,6 +201,9 @@ def build_observers(
     )
     sensors = Sensors(device)
     recorder = FlightRecorder(training.run_dir, PHASES, rank=training.world.rank)
+    own = dict(training.config.observer)
+    if training.config.report:
+        own.setdefault("report", ReportConfig())
     bars: dict[str, Observer] = {}
     if ProgressBar.is_wanted(training.world):
         bar = ProgressBar()
@@ -215,17 +217,16 @@ def build_observers(
         **bars,
         "epoch_lines": EpochLines(),
         "pictures": Pictures(loggers),
-        **build_own_observers(training.config),
+        **build_own_observers(own),
         "records": Records(loggers),
     }
 
 
-def build_own_observers(config: Config) -> dict[str, Observer]:
-    """Return the observers that the config chooses, by name; report=true adds observer=report."""
-    chosen = dict(config.observer)
-    if config.report:
-        chosen.setdefault("report", ReportConfig())
-    return {name: registry.build("observer", one, returns=Observer) for name, one in chosen.items()}
+def build_own_observers(configs: Mapping[str, ObserverConfig]) -> dict[str, Observer]:
+    """Return the observers that the config chooses, by name."""
+    return {
+        name: registry.build("observer", one, returns=Observer) for name, one in configs.items()
+    }
 
 
 def open_run_dir(

@@ -166,16 +166,23 @@ class Config:
             f"output_dir={self.output_dir} begins with ~ of an unknown user: give a full path",
         )
 
-    def _check_choices(self) -> None:
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The chosen sections of all groups by config key, such as ``model`` or ``logger.jsonl``."""
+        chosen: dict[str, Any] = {}
         for name, group in registry.GROUPS.items():
-            for key, chosen in group.sections(getattr(self, name)).items():
-                choice = registry.find(name, type(chosen))
-                require(
-                    choice is not None and chosen.name == choice.name,
-                    f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is"
-                    " registered: leave `name` of a registered class at its default, or register"
-                    f" a class whose default `name` is {chosen.name}",
-                )
+            chosen |= group.sections(getattr(self, name))
+        return chosen
+
+    def _check_choices(self) -> None:
+        for key, chosen in self.sections.items():
+            choice = registry.find(key.partition(".")[0], type(chosen))
+            require(
+                choice is not None and chosen.name == choice.name,
+                f"{key}={chosen.name} is not the name under which {type(chosen).__name__} is"
+                " registered: leave `name` of a registered class at its default, or register"
+                f" a class whose default `name` is {chosen.name}",
+            )
 
     def _check_together(self) -> None:
         sync = self.sync

@@ -1,1 +1,1 @@
-"""The process group, and what it needs: environment, seeds, waiting and graceful stop."""
+"""The process group, and what it needs: environment, seeds, waiting, graceful stop."""

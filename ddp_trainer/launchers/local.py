@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,16 +52,16 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
         LaunchError: a rank failed.
     """
     config.check_world_size(num_ranks)
-    check_importable(config)
+    check_importable(config.sections)
     limit_spinning()
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", BoundRendezvous)
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     try:
-        results = elastic_launch(launch_config(config, num_ranks), train_rank)(
-            to_builtins(config), str(run_dir), command_of_main()
-        )
+        results = elastic_launch(
+            launch_config(num_ranks, timeout_seconds=config.timeout_seconds), train_rank
+        )(to_builtins(config), str(run_dir), command_of_main())
     except SignalException:
         return Summary.from_json((run_dir / "summary.json").read_text())
     except ChildFailedError as error:
@@ -68,7 +69,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     return Summary.from_json(results[0])
 
 
-def launch_config(config: Config, num_ranks: int) -> LaunchConfig:
+def launch_config(num_ranks: int, *, timeout_seconds: int) -> LaunchConfig:
     """Return torchrun's settings for ranks of one node."""
     options: dict[str, Any] = {}
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # since torch 2.12
@@ -80,7 +81,7 @@ def launch_config(config: Config, num_ranks: int) -> LaunchConfig:
         run_id=uuid.uuid4().hex,
         rdzv_backend="bound",
         rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"rank": 0, "timeout": config.timeout_seconds},
+        rdzv_configs={"rank": 0, "timeout": timeout_seconds},
         max_restarts=0,
         start_method="spawn",
         signals_to_handle="SIGTERM,SIGINT",
@@ -88,16 +89,15 @@ def launch_config(config: Config, num_ranks: int) -> LaunchConfig:
     )
 
 
-def check_importable(config: Config) -> None:
-    """Check that other processes can import all choices of `config`; ConfigError if not."""
+def check_importable(sections: Mapping[str, Any]) -> None:
+    """Check that other processes can import all chosen `sections`; ConfigError if not."""
     is_script = hasattr(sys.modules["__main__"], "__file__")
-    for group in registry.GROUPS.values():
-        for key, section in group.sections(getattr(config, group.name)).items():
-            require(
-                is_script or type(section).__module__ != "__main__",
-                f"{key}={section.name} is registered in a notebook, which the ranks cannot import: "
-                "move its code to a .py file, and import this file",
-            )
+    for key, section in sections.items():
+        require(
+            is_script or type(section).__module__ != "__main__",
+            f"{key}={section.name} is registered in a notebook, which the ranks cannot import: "
+            "move its code to a .py file, and import this file",
+        )
 
 
 def command_of_main() -> str:
