@@ -168,7 +168,7 @@ class Config:
 
     @property
     def sections(self) -> dict[str, Any]:
-        """The chosen sections of all groups by config key, such as ``model`` or ``logger.jsonl``."""
+        """The chosen sections of all groups by key, such as ``model`` or ``logger.jsonl``."""
         chosen: dict[str, Any] = {}
         for name, group in registry.GROUPS.items():
             chosen |= group.sections(getattr(self, name))

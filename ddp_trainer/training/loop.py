@@ -99,6 +99,7 @@ def control_point(run: TrainingRun) -> bool:
     if decision is None:
         return False
 
+    run.has_requested_save = False
     if decision.has_bad_samples:
         run.bad_samples.gather()
     log(run, decision)
@@ -122,7 +123,7 @@ def decide(run: TrainingRun) -> Decision | None:
     requests = Requests(
         stop=run.should_stop(),
         requested_stop=run.has_requested_stop,
-        save=run.take_requested_save(),
+        save=run.has_requested_save,
         bad_samples=len(run.bad_samples.own),
     )
     return run.control.decide(

@@ -172,7 +172,8 @@ class TrainingRun:
         self.is_stopping = False
         """Whether a graceful stop (a signal, or the stop file) ends this launch."""
         self._requested_stop: str | None = None
-        self._requested_save = False
+        self.has_requested_save = False
+        """Whether an observer of this rank has called `request_save` since the last control point."""
         self._by_rank: dict[Observer, Tensor] = {}
 
     @property
@@ -234,7 +235,7 @@ class TrainingRun:
 
     def request_save(self) -> None:
         """Save a checkpoint at the next control point. Any rank may ask for it."""
-        self._requested_save = True
+        self.has_requested_save = True
 
     def log(self, values: Mapping[str, Value]) -> None:
         """Add values, by tag, to the record of this log point or evaluation (see `on_log`)."""
@@ -272,12 +273,6 @@ class TrainingRun:
         columns = by_rank.split(list(self._lengths.values()), dim=1)
         names = zip(self._lengths, columns, strict=True)
         self._by_rank = {self.events.observers[name]: part for name, part in names}
-
-    def take_requested_save(self) -> bool:
-        """Return whether this rank asked for a save, and forget the request."""
-        requested = self._requested_save
-        self._requested_save = False
-        return requested
 
     @property
     def has_requested_stop(self) -> bool:
