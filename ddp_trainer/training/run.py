@@ -173,7 +173,7 @@ class TrainingRun:
         """Whether a graceful stop (a signal, or the stop file) ends this launch."""
         self._requested_stop: str | None = None
         self.has_requested_save = False
-        """Whether an observer of this rank has called `request_save` since the last control point."""
+        """Whether an observer of this rank has called `request_save` since the last decision."""
         self._by_rank: dict[Observer, Tensor] = {}
 
     @property
