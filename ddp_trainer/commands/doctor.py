@@ -22,7 +22,7 @@ from ddp_trainer.config.errors import POSITIVE, USER_ERROR, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import process_group
-from ddp_trainer.observers.failures.stack_exchange import stacks_of
+from ddp_trainer.observers.failures.stacks import stacks_of
 from ddp_trainer.tools.doctor import Finding, examine, plural
 
 

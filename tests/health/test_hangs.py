@@ -13,22 +13,21 @@ import pytest
 from processes import clean_environment, launch, run_command, torchrun, wait_for
 from runs import TINY
 
-from ddp_trainer.observers.failures.stack_exchange import read_processes
-from ddp_trainer.observers.failures.stacks import parse
+from ddp_trainer.observers.failures.stacks import parse, read_processes
 from ddp_trainer.observers.failures.status import RankStatus, absent_ranks, grouped_lines
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
 PHASES = {
     "loader": "data",
     "forward": "forward",
-    "collective": "data|evaluation",
+    "collective": "control point",
     "evaluation": "evaluation",
     "save": "save",
-    "logger": "data|evaluation",
+    "logger": "control point|evaluation",
 }
 
 
-COUNTS = {"forward": 7, "collective": 5}
+COUNTS = {"forward": 7}
 """The call in which a rank is stuck, if not the second: the first passes are before the first step.
 """
 ALL = [
