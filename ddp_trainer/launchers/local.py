@@ -1,18 +1,17 @@
 """``launch(config, num_ranks=2)``: train on several processes of this machine, from Python."""
 
-import logging
 import os
 import shlex
 import sys
 import time
 import uuid
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_trainer import registry
@@ -25,7 +24,7 @@ from ddp_trainer.distributed.environment import (
     plugin_modules,
     read_environment,
 )
-from ddp_trainer.launchers.agent import QUIET, BoundRendezvous, root_cause
+from ddp_trainer.launchers.agent import prepare_torchrun, root_cause
 from ddp_trainer.observers.failures.report import report_failure, write_error_file
 from ddp_trainer.training.summary import Summary
 from ddp_trainer.training_run import run
@@ -51,15 +50,13 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
         LaunchError: a rank failed.
     """
     config.check_world_size(num_ranks)
-    check_importable(config)
+    modules = modules_of(config)
     limit_spinning()
-    for name in QUIET:
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register("bound", BoundRendezvous)
+    prepare_torchrun()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     try:
         results = elastic_launch(launch_config(config, num_ranks), train_rank)(
-            to_builtins(config), str(run_dir), command_of_main()
+            to_builtins(config), str(run_dir), command_of_main(), modules
         )
     except SignalException:
         return Summary.from_json((run_dir / "summary.json").read_text())
@@ -88,16 +85,22 @@ def launch_config(config: Config, num_ranks: int) -> LaunchConfig:
     )
 
 
-def check_importable(config: Config) -> None:
-    """Check that other processes can import all choices of `config`; ConfigError if not."""
+def modules_of(config: Config) -> list[str]:
+    """Return the modules that register the choices of `config`; ConfigError if it is a notebook.
+
+    The ranks import a script by themselves, but not the modules that a notebook imports.
+    """
     is_script = hasattr(sys.modules["__main__"], "__file__")
+    modules = set()
     for group in registry.GROUPS.values():
         for key, section in group.sections(getattr(config, group.name)).items():
+            modules.add(type(section).__module__)
             require(
-                is_script or type(section).__module__ != "__main__",
+                is_script or "__main__" not in modules,
                 f"{key}={section.name} is registered in a notebook, which the ranks cannot import: "
                 "move its code to a .py file, and import this file",
             )
+    return sorted(modules - {"__main__"})
 
 
 def command_of_main() -> str:
@@ -107,13 +110,18 @@ def command_of_main() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def train_rank(tree: dict[str, Any], run_dir: str, command: str) -> str:
-    """Train as one of the ranks, and return the text of summary.json; the ranks' entry point."""
+def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[str]) -> str:
+    """Train as one of the ranks, and return the text of summary.json; the ranks' entry point.
+
+    modules: the names of modules to import, because they register choices of the config.
+    """
     end_with_launcher()
     os.setsid()  # else Ctrl-C in a terminal would reach each rank twice
     os.environ["DDP_TRAINER_COMMAND"] = command
     try:
         registry.load_plugins(plugin_modules())
+        for module in modules:
+            import_module(module)
         return run(from_builtins(tree), Path(run_dir)).to_json()
     except (ConfigError, TransientError, registry.PluginError) as error:
         error_file = read_environment().error_file
