@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-import time
 import uuid
 from dataclasses import fields
 from importlib import import_module
@@ -25,7 +24,7 @@ from ddp_trainer.distributed.environment import (
     read_environment,
 )
 from ddp_trainer.launchers.agent import prepare_torchrun, root_cause
-from ddp_trainer.observers.failures.report import report_failure, write_error_file
+from ddp_trainer.observers.failures.report import report, report_failure
 from ddp_trainer.training.summary import Summary
 from ddp_trainer.training_run import run
 
@@ -46,8 +45,8 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     over the loopback interface only.
 
     Raises:
-        ConfigError: the config is not valid here. TransientError: a condition that may go away.
-        LaunchError: a rank failed.
+        ConfigError: the config is not valid here.
+        LaunchError: a rank failed, or could not start because of a condition that may go away.
     """
     config.check_world_size(num_ranks)
     modules = modules_of(config)
@@ -118,18 +117,17 @@ def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[s
     end_with_launcher()
     os.setsid()  # else Ctrl-C in a terminal would reach each rank twice
     os.environ["DDP_TRAINER_COMMAND"] = command
+    environment = read_environment()
     try:
         registry.load_plugins(plugin_modules())
         for module in modules:
             import_module(module)
         return run(from_builtins(tree), Path(run_dir)).to_json()
     except (ConfigError, TransientError, registry.PluginError) as error:
-        error_file = read_environment().error_file
-        assert error_file is not None, "set by torchrun"
-        write_error_file(error_file, str(error), since=time.time())
+        report(str(error), environment)
         sys.exit(FAILURE if isinstance(error, TransientError) else USER_ERROR)
     except Exception as error:
-        report_failure(error, read_environment())
+        report_failure(error, environment)
         # Because the interpreter may abort at its end if other ranks have ended before.
         os._exit(FAILURE)
 
