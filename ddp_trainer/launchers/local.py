@@ -54,7 +54,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     prepare_torchrun()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     try:
-        results = elastic_launch(launch_config(config, num_ranks), train_rank)(
+        results = elastic_launch(launch_config(num_ranks, config.timeout_seconds), train_rank)(
             to_builtins(config), str(run_dir), command_of_main(), modules
         )
     except SignalException:
@@ -64,7 +64,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     return Summary.from_json(results[0])
 
 
-def launch_config(config: Config, num_ranks: int) -> LaunchConfig:
+def launch_config(num_ranks: int, timeout_seconds: float) -> LaunchConfig:
     """Return torchrun's settings for ranks of one node."""
     options: dict[str, Any] = {}
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # since torch 2.12
@@ -76,7 +76,7 @@ def launch_config(config: Config, num_ranks: int) -> LaunchConfig:
         run_id=uuid.uuid4().hex,
         rdzv_backend="bound",
         rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"rank": 0, "timeout": config.timeout_seconds},
+        rdzv_configs={"rank": 0, "timeout": timeout_seconds},
         max_restarts=0,
         start_method="spawn",
         signals_to_handle="SIGTERM,SIGINT",
