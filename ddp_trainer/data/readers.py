@@ -21,6 +21,7 @@ from ddp_trainer.data.dataset import (
     sample_name,
 )
 from ddp_trainer.data.read_ahead import read_ahead
+from ddp_trainer.distributed.waiting import record_progress
 
 BATCHES_AHEAD = 2
 PARTS_PER_THREAD = 4
@@ -123,6 +124,7 @@ class SampleReader:
         def fill(part: list[tuple[int, int, Any]]) -> None:
             for row, index, numbers in part:
                 images[row], label_array[row] = self._sample_or_blank(index, numbers)
+                record_progress()  # because a batch from a slow disk may take minutes
 
         if not self.num_workers:
             fill(samples)

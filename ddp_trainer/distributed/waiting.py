@@ -1,7 +1,7 @@
-"""The mark that this rank waits for other ranks, which the failure monitor's thread reads.
+"""The mark that this rank waits for other ranks, and its progress, for the failure monitor.
 
-It is set where a collective is called, because a stack does not show whether a rank waits: DDP
-waits in C++, and with NCCL the host waits where it reads a collective's result.
+The mark is set where a collective is called, because a stack does not show whether a rank waits:
+DDP waits in C++, and with NCCL the host waits where it reads a collective's result.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,17 @@ class _Mark:
     """One for the process, because only the main thread calls collectives."""
 
     is_set = False
+    progress = 0
+
+
+def record_progress() -> None:
+    """Record that this rank makes progress; without any for too long it counts as stuck."""
+    _Mark.progress += 1
+
+
+def progress_count() -> int:
+    """Return a number that differs after each `record_progress`."""
+    return _Mark.progress
 
 
 def is_waiting() -> bool:

@@ -88,11 +88,16 @@ def root_cause(rank: int, failure: ProcessFailure) -> str:
     )
 
 
-def main() -> None:
-    """Run torchrun; exit with 2 if the first rank to fail has done so, else with 1 if it failed."""
+def prepare_torchrun() -> None:
+    """Register the rendezvous, and silence the loggers, of torchrun in this process."""
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", BoundRendezvous)
+
+
+def main() -> None:
+    """Run torchrun; exit with 2 if the first rank to fail has done so, else with 1 if it failed."""
+    prepare_torchrun()
     # so that training continues when the terminal is closed
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,5 +1,6 @@
 """How fast this node computes and moves memory: a matrix product, and copies of a large tensor."""
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -44,8 +45,11 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
 
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
-    """Return the lowest `measure_fitness` of this node's GPUs, or of the CPU without GPUs."""
-    num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
+    """Print and return the lowest `measure_fitness` of this node's GPUs, or else of its CPU."""
+    num_gpus = torch.cuda.device_count() if use_gpus else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]
-    return {name: min(rate[name] for rate in rates) for name in UNITS}
+    speeds = {name: min(rate[name] for rate in rates) for name in UNITS}
+    text = ", ".join(f"{name} {speed:,.1f} {UNITS[name]}" for name, speed in speeds.items())
+    print(f"fitness of this node: {text}", file=sys.stderr, flush=True)
+    return speeds

@@ -1,19 +1,17 @@
 """``launch(config, num_ranks=2)``: train on several processes of this machine, from Python."""
 
-import logging
 import os
 import shlex
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_trainer import registry
@@ -26,8 +24,8 @@ from ddp_trainer.distributed.environment import (
     plugin_modules,
     read_environment,
 )
-from ddp_trainer.launchers.agent import QUIET, BoundRendezvous, root_cause
-from ddp_trainer.observers.failures.report import report_failure, write_error_file
+from ddp_trainer.launchers.agent import prepare_torchrun, root_cause
+from ddp_trainer.observers.failures.report import report, report_failure
 from ddp_trainer.training.summary import Summary
 from ddp_trainer.training_run import run
 
@@ -48,20 +46,18 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     over the loopback interface only.
 
     Raises:
-        ConfigError: the config is not valid here. TransientError: a condition that may go away.
-        LaunchError: a rank failed.
+        ConfigError: the config is not valid here.
+        LaunchError: a rank failed, or could not start because of a condition that may go away.
     """
     config.check_world_size(num_ranks)
-    check_importable(config.sections)
+    modules = modules_of(config.sections)
     limit_spinning()
-    for name in QUIET:
-        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register("bound", BoundRendezvous)
+    prepare_torchrun()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     try:
-        results = elastic_launch(
-            launch_config(num_ranks, timeout_seconds=config.timeout_seconds), train_rank
-        )(to_builtins(config), str(run_dir), command_of_main())
+        results = elastic_launch(launch_config(num_ranks, config.timeout_seconds), train_rank)(
+            to_builtins(config), str(run_dir), command_of_main(), modules
+        )
     except SignalException:
         return Summary.from_json((run_dir / "summary.json").read_text())
     except ChildFailedError as error:
@@ -69,7 +65,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     return Summary.from_json(results[0])
 
 
-def launch_config(num_ranks: int, *, timeout_seconds: int) -> LaunchConfig:
+def launch_config(num_ranks: int, timeout_seconds: float) -> LaunchConfig:
     """Return torchrun's settings for ranks of one node."""
     options: dict[str, Any] = {}
     if "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}:  # since torch 2.12
@@ -89,15 +85,21 @@ def launch_config(num_ranks: int, *, timeout_seconds: int) -> LaunchConfig:
     )
 
 
-def check_importable(sections: Mapping[str, Any]) -> None:
-    """Check that other processes can import all chosen `sections`; ConfigError if not."""
+def modules_of(sections: Mapping[str, Any]) -> list[str]:
+    """Return the modules that register the chosen `sections`; ConfigError if it is a notebook.
+
+    The ranks import a script by themselves, but not the modules that a notebook imports.
+    """
     is_script = hasattr(sys.modules["__main__"], "__file__")
+    modules = set()
     for key, section in sections.items():
+        modules.add(type(section).__module__)
         require(
-            is_script or type(section).__module__ != "__main__",
+            is_script or "__main__" not in modules,
             f"{key}={section.name} is registered in a notebook, which the ranks cannot import: "
             "move its code to a .py file, and import this file",
         )
+    return sorted(modules - {"__main__"})
 
 
 def command_of_main() -> str:
@@ -107,21 +109,25 @@ def command_of_main() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def train_rank(tree: dict[str, Any], run_dir: str, command: str) -> str:
-    """Train as one of the ranks, and return the text of summary.json; the ranks' entry point."""
+def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[str]) -> str:
+    """Train as one of the ranks, and return the text of summary.json; the ranks' entry point.
+
+    modules: the names of modules to import, because they register choices of the config.
+    """
     end_with_launcher()
     os.setsid()  # else Ctrl-C in a terminal would reach each rank twice
     os.environ["DDP_TRAINER_COMMAND"] = command
+    environment = read_environment()
     try:
         registry.load_plugins(plugin_modules())
+        for module in modules:
+            import_module(module)
         return run(from_builtins(tree), Path(run_dir)).to_json()
     except (ConfigError, TransientError, registry.PluginError) as error:
-        error_file = read_environment().error_file
-        assert error_file is not None, "set by torchrun"
-        write_error_file(error_file, str(error), since=time.time())
+        report(str(error), environment)
         sys.exit(FAILURE if isinstance(error, TransientError) else USER_ERROR)
     except Exception as error:
-        report_failure(error, read_environment())
+        report_failure(error, environment)
         # Because the interpreter may abort at its end if other ranks have ended before.
         os._exit(FAILURE)
 

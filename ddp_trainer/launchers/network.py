@@ -36,21 +36,17 @@ def address_of(name: str) -> str:
     return str(min(answers, key=lambda answer: answer[0] != socket.AF_INET)[4][0])
 
 
-def resolve(name: str, *, timeout: float) -> str:
+def resolve(name: str) -> str:
     """Return the address of the head `name`.
 
     ConfigError if the name is unknown, TransientError if no name server answers.
     """
-    kind: type[Exception] = ConfigError
-    cause = "unknown name"
     try:
-        return call_with_timeout(lambda: address_of(name), timeout)
-    except UnicodeError:  # a label of the name is empty or too long
-        pass
-    except OSError as error:
-        if isinstance(error, TimeoutError) or error.errno == socket.EAI_AGAIN:
-            kind = TransientError
-            cause = "the name server does not answer"
+        return address_of(name)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the name is empty
+        is_silent = getattr(error, "errno", None) == socket.EAI_AGAIN
+    kind = TransientError if is_silent else ConfigError
+    cause = "the name server does not answer" if is_silent else "unknown name"
     raise kind(
         f"head {name!r} does not resolve on this host ({cause}): give its address, or a name that"
         " every node knows"

@@ -237,7 +237,7 @@ class Printer(TorchrunLauncher):
 
 def test_a_last_line_without_a_newline_is_printed(tmp_path: Path, capsys) -> None:
     Printer(1, 1).run_job(jobs_in(tmp_path, 1)[0], 0, tmp_path)
-    assert capsys.readouterr().out == "first\nlast\n"
+    assert capsys.readouterr().out == "first\nlast"
 
 
 def test_a_damaged_summary_is_the_failure_of_its_job(tmp_path: Path) -> None:

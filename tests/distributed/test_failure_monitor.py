@@ -13,12 +13,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from processes import on_ranks, start_ranks
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from ddp_trainer.config.schema import Backend, Device
+from ddp_trainer.data.readers import SampleReader
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import process_group
+from ddp_trainer.distributed.waiting import record_progress
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.failures.report import command_to_continue
 from ddp_trainer.training.phase import Phase
@@ -61,16 +66,16 @@ def hold_the_gil(rank: int, monitor: FailureMonitor) -> None:
         time.sleep(3.5)
 
 
-def progress(monitor: FailureMonitor, *, seconds: float) -> None:
+def progress(*, seconds: float) -> None:
     """Make progress for so long: a rank that does nothing would be reported itself."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        monitor.progress()
+        record_progress()
 
 
 def finish_early(rank: int, monitor: FailureMonitor) -> None:
-    progress(monitor, seconds=2 if rank == 1 else 9)
+    progress(seconds=2 if rank == 1 else 9)
 
 
 def end_slowly(rank: int, monitor: FailureMonitor) -> None:
@@ -78,20 +83,36 @@ def end_slowly(rank: int, monitor: FailureMonitor) -> None:
     time.sleep(8)  # as loggers may that upload their files; others are reported after 5 s
 
 
+class SlowImages(Dataset[tuple[Tensor, int]]):
+    """Images that are read from a slow disk."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        time.sleep(0.3)
+        return torch.zeros(1, 4, 4, dtype=torch.uint8), 0
+
+
+def read_slowly(rank: int, monitor: FailureMonitor) -> None:
+    reader = SampleReader(SlowImages(), image_shape=(1, 4, 4), num_classes=1, num_workers=1)
+    next(reader.read([torch.arange(30)]))  # 9 s, in which the main thread only waits
+
+
 @pytest.mark.fault("heartbeats late at a timeout of 2 s")
-@pytest.mark.parametrize("body", [hold_the_gil, finish_early, end_slowly])
+@pytest.mark.parametrize("body", [hold_the_gil, finish_early, end_slowly, read_slowly])
 def test_a_healthy_job_is_left_alone_at_a_short_timeout(body, tmp_path: Path) -> None:
     assert on_ranks(2, run_monitored, body, str(tmp_path), 2.0) == ["", ""]
     assert not (tmp_path / "failure.log").exists()
 
 
 def end_silently(rank: int, monitor: FailureMonitor) -> None:
-    progress(monitor, seconds=1.5 if rank == 1 else 60)
+    progress(seconds=1.5 if rank == 1 else 60)
     os._exit(0)  # as a process does that a container's runtime kills and removes
 
 
 def stop_silently(rank: int, monitor: FailureMonitor) -> None:
-    progress(monitor, seconds=1.5 if rank == 1 else 60)
+    progress(seconds=1.5 if rank == 1 else 60)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(60)
 
@@ -164,7 +185,7 @@ def test_the_place_of_an_error_is_that_of_its_cause(tmp_path: Path) -> None:
 
 
 def lose_the_last_rank(rank: int, monitor: FailureMonitor) -> None:
-    progress(monitor, seconds=1.5)
+    progress(seconds=1.5)
     if rank == 2:
         os._exit(0)
     raise RuntimeError("Connection closed by peer")
@@ -182,7 +203,7 @@ def test_two_ranks_that_see_the_same_failure_report_it_once(tmp_path: Path) -> N
 def show_stacks(rank: int, monitor: FailureMonitor) -> None:
     with redirect_stderr(StringIO()) as shown:
         os.kill(os.getpid(), signal.SIGQUIT)
-        progress(monitor, seconds=4)
+        progress(seconds=4)
     assert re.match(
         rf"rank {rank}: data after step 3, at .*\n\nrank {rank} on .*:\n  /", shown.getvalue()
     )

@@ -14,16 +14,16 @@ end_with_launcher()  # before torch is imported, which takes a while
 
 from ddp_trainer.checkpoint import store  # noqa: E402
 from ddp_trainer.data.loaders import TrainLoader  # noqa: E402
-from ddp_trainer.distributed.process_group import World  # noqa: E402
 from ddp_trainer.models.lenet import LeNet  # noqa: E402
 from ddp_trainer.observers.loggers.jsonl import JsonlLogger  # noqa: E402
 from ddp_trainer.training import loop  # noqa: E402
+from ddp_trainer.training.control import ControlPoint  # noqa: E402
 
 RANK, WHERE, COUNT = os.environ["STUCK"].split(":")
 PLACES: dict[str, tuple[Any, str]] = {
     "loader": (TrainLoader, "augment"),
     "forward": (LeNet, "forward"),
-    "collective": (World, "all_reduce"),
+    "collective": (ControlPoint, "reduce"),
     "evaluation": (loop, "mean_over_ranks"),
     "save": (store.CheckpointStore, "save"),
     "logger": (JsonlLogger, "scalars"),

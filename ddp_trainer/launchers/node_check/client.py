@@ -4,8 +4,7 @@ import asyncio
 import os
 import secrets
 import time
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -17,7 +16,13 @@ from ddp_trainer.launchers.network import (
     connect,
     listen,
 )
-from ddp_trainer.launchers.node_check.messages import Message, encode_error, raise_error, receive
+from ddp_trainer.launchers.node_check.messages import (
+    Message,
+    StartError,
+    decode_error,
+    encode_error,
+    receive,
+)
 from ddp_trainer.launchers.node_check.node import RDZV_ID, NodeInfo, PortTakenError
 
 CLOCK_SECONDS = 5.0
@@ -33,30 +38,23 @@ the head's port.
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
     """Return when this node can start; else raise the reason. error: an error of this node."""
     key = node.key()
-    report = Message(
-        rank=node.node_rank,
-        address=node.address,
-        port=0,
-        error=encode_error(error and node.named(error)),
-        speeds=node.speeds,
-        name=node.name,
-    )
-    result = None
     deadline = time.monotonic() + node.timeout
-    while result is None:
+    while True:
         try:
-            result = await attempt(node, key, report)
+            result = await attempt(node, key, error)
+            break
         except (TransientError, ConfigError) as failure:
             if isinstance(failure, PortTakenError | ConfigError):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
             if time.monotonic() > deadline:
                 raise node.named(error or failure) from None
             await asyncio.sleep(0.3)
-    raise_error(result)
+    if result:
+        raise result
 
 
-async def attempt(node: NodeInfo, key: bytes, report: Message) -> str:
-    """Connect to the head, send `report`, and return the result: an encoded error, "" if none.
+async def attempt(node: NodeInfo, key: bytes, error: ConfigError | None) -> StartError | None:
+    """Connect to the head, send a report, and return the job's error; None: the node can start.
 
     Raises:
         ConfigError, TransientError: there is no result; a retry may succeed.
@@ -71,37 +69,42 @@ async def attempt(node: NodeInfo, key: bytes, report: Message) -> str:
         except (OSError, ValueError) as failure:
             # a TCPStore sends nothing before its client
             if isinstance(failure, TimeoutError) and is_running(node):
-                return ""
+                return None
             raise node.port_taken() from None
-        if not is_signed:
-            # an unsigned report only shows the head that this node exists
-            writer.write(report.encode(b""))
-            node.check_settings(challenge.settings)
-            raise node.port_taken()
-        report = replace(
-            report,
+        cause = error or (await find_difference(node, challenge) if is_signed else None)
+        report = Message(
+            rank=node.node_rank,
+            address=node.address,
             port=own_port.getsockname()[1],
             nonce=secrets.token_hex(16),
-            error=report.error or await compare(node, challenge),
+            error=encode_error(cause and node.named(cause)),
+            speeds=node.speeds,
+            name=node.name,
         )
-        writer.write(report.encode(key, challenge.nonce))
-        no_answer = TransientError(
-            f"node 0, the head at {node.head[0]}, has ended or does not answer: see its output"
-        )
-        try:
+        # an unsigned report only shows the head that this node exists
+        writer.write(report.encode(key if is_signed else b"", challenge.nonce))
+        if not is_signed:
+            node.check_settings(challenge.settings)
+            raise node.port_taken()
+        with suppress(OSError, ValueError):
             result, is_signed = await receive(reader, key, report.nonce, node.timeout + 10)
-        except (OSError, ValueError):
-            raise no_answer from None
-    if not is_signed:
-        raise no_answer
-    code, _, text = result.error.partition(" ")
-    if not text or text.startswith(f"node {node.node_rank} "):  # this node is the cause
-        return result.error
-    return f"{code} node {node.node_rank}: stopped by the head: {text}"
+            if is_signed:
+                return decode_result(node, result)
+    raise TransientError(
+        f"node 0, the head at {node.head[0]}, has ended or does not answer: see its output"
+    )
 
 
-async def compare(node: NodeInfo, head: Message) -> str:
-    """Compare settings and clock with the head, try its second port; return an encoded error."""
+def decode_result(node: NodeInfo, result: Message) -> StartError | None:
+    """Return the error in the result of the head, which names this node or that it was stopped."""
+    cause = decode_error(result.error)
+    if cause is None or str(cause).startswith(f"node {node.node_rank} "):
+        return cause
+    return type(cause)(f"node {node.node_rank}: stopped by the head: {cause}")
+
+
+async def find_difference(node: NodeInfo, head: Message) -> StartError | None:
+    """Compare settings and clock with the head, and try its second port; return an error."""
     behind = head.time - time.time()
     try:
         node.check_settings(head.settings)
@@ -113,8 +116,8 @@ async def compare(node: NodeInfo, head: Message) -> str:
             )
         await check_port(head.address, head.port, "it cannot reach the head")
     except (ConfigError, TransientError) as error:
-        return encode_error(node.named(error))
-    return ""
+        return error
+    return None
 
 
 def is_running(node: NodeInfo) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, TransientError, printable
 
+StartError = ConfigError | TransientError
+"""The reason why the nodes cannot start."""
 MAX_TEXT = 500
 LIMITS = {int: 2**16, float: 1e11}
 """The numbers that are too large, by type."""
@@ -39,7 +41,7 @@ class Message:
     time: float = 0
     settings: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    """In a report the node's error, in a result that of the job, from `encode_error`; "": none."""
+    """In a report the error of the node, in a result that of the job, from `encode_error`."""
     speeds: dict[str, float] = field(default_factory=dict)
     name: str = ""
 
@@ -67,7 +69,7 @@ async def receive(
     return message, hmac.compare_digest(line, message.encode(key, nonce))
 
 
-def encode_error(error: Exception | None) -> str:
+def encode_error(error: StartError | None) -> str:
     """Return exit code and message of an error as one line, such as ``2 node 1 …``; "" for None."""
     if error is None:
         return ""
@@ -75,8 +77,9 @@ def encode_error(error: Exception | None) -> str:
     return f"{code} {printable(str(error))}"[:MAX_TEXT]
 
 
-def raise_error(error: str) -> None:
-    """Raise the error that `encode_error` has made into text, if it is not empty."""
-    if error:
-        code, _, text = error.partition(" ")
-        raise ConfigError(text) if code == str(USER_ERROR) else TransientError(text)
+def decode_error(text: str) -> StartError | None:
+    """Return the error from which `encode_error` has returned `text`."""
+    if not text:
+        return None
+    code, _, message = text.partition(" ")
+    return ConfigError(message) if code == str(USER_ERROR) else TransientError(message)

@@ -156,13 +156,16 @@ def describe_node(options: NodeCheckOptions) -> NodeInfo:
     if options.job_file is not None:
         job, run_dir = read_job(Path(options.job_file))
         config = flatten_keys(to_builtins(job))
-    head = resolve_head(options.head, max_nodes, timeout=min(10, options.timeout))
+    head = resolve_head(options.head, max_nodes)
     address = address_towards(head)
     interface = interface_towards(head) or "an interface without a name"
     where = f"{address} on {interface}, head {head}:{options.port}"
     print(f"node {options.node_rank} of {options.nnodes}: {where}", file=sys.stderr, flush=True)
     if job is not None and job.check.fitness:
-        speeds = measure_speeds(job.device)
+        from ddp_trainer.launchers.fitness import measure_node  # imports torch, which is slow
+
+        use_gpus = job.device is not Device.cpu
+        speeds = measure_node(num_threads=usable_cores(), use_gpus=use_gpus)
     environment = read_environment()
     return NodeInfo(
         node_rank=options.node_rank,
@@ -193,9 +196,9 @@ def parse_nnodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def resolve_head(name: str, max_nodes: int, *, timeout: float) -> str:
+def resolve_head(name: str, max_nodes: int) -> str:
     """Return the address of the head; ConfigError if other nodes cannot reach this address."""
-    address = resolve(name, timeout=timeout)
+    address = resolve(name)
     require(
         max_nodes == 1 or not ip_address(address).is_loopback or name in (address, "localhost"),
         f"head {name!r} resolves to {address} on this host, a loopback address that no other node"
@@ -204,16 +207,6 @@ def resolve_head(name: str, max_nodes: int, *, timeout: float) -> str:
         " /etc/hosts",
     )
     return address
-
-
-def measure_speeds(device: Device) -> dict[str, float]:
-    """Measure, print and return this node's speeds, as `measure_node` returns them."""
-    from ddp_trainer.launchers.fitness import UNITS, measure_node  # imports torch, which is slow
-
-    speeds = measure_node(num_threads=usable_cores(), use_gpus=device is not Device.cpu)
-    text = ", ".join(f"{name} {speed:,.1f} {UNITS[name]}" for name, speed in speeds.items())
-    print(f"fitness of this node: {text}", file=sys.stderr, flush=True)
-    return speeds
 
 
 def find_gpu_error(node: NodeInfo) -> ConfigError | None:

@@ -12,7 +12,13 @@ from statistics import median
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.files import exclude_node
 from ddp_trainer.launchers.network import MAX_BYTES, check_port, connect, listen
-from ddp_trainer.launchers.node_check.messages import Message, encode_error, raise_error, receive
+from ddp_trainer.launchers.node_check.messages import (
+    Message,
+    StartError,
+    decode_error,
+    encode_error,
+    receive,
+)
 from ddp_trainer.launchers.node_check.node import NodeInfo
 
 REPORT_SECONDS = 10.0
@@ -33,7 +39,8 @@ async def wait_for_nodes(node: NodeInfo, error: ConfigError | None) -> None:
         server = Server(node, port=own_port.getsockname()[1])
         if error:
             server.set_result(node.named(error))
-        raise_error(await server.run(listener))
+        if result := await server.run(listener):
+            raise result
 
 
 def take_port(node: NodeInfo) -> socket.socket:
@@ -66,7 +73,7 @@ class Server:
         self.message = Message(
             rank=0, address=node.address, port=port, settings=node.settings(secrets.token_hex(8))
         )
-        self.result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[StartError | None] = asyncio.Future()
         self.unknown: list[StreamWriter] = []
         """Connections without a signed report, the oldest first."""
         self.reports: dict[StreamWriter, Message] = {}
@@ -75,7 +82,7 @@ class Server:
         self.newest_node = time.monotonic()
         self.deadline = self.newest_node + node.timeout
 
-    async def run(self, listener: socket.socket) -> str:
+    async def run(self, listener: socket.socket) -> StartError | None:
         """Serve the nodes until they have the result, `LINGER_SECONDS` at most; return it."""
         # because asyncio prints errors that other programs cause, such as EMFILE
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
@@ -90,13 +97,14 @@ class Server:
         while not self.result.done():
             self.decide()
             await asyncio.sleep(0.05)
+        error = self.result.result()
+        if error is None:  # else nodes that connect later must receive the error too
+            server.close()
         end = time.monotonic() + LINGER_SECONDS
-        if self.result.result():  # nodes that connect later must receive the error too
-            await asyncio.sleep(min(end, self.deadline) - time.monotonic())
-        server.close()
-        while self.reports and time.monotonic() < end:
+        while time.monotonic() < end and (self.reports or error):
             await asyncio.sleep(0.05)
-        return self.result.result()
+        server.close()
+        return error
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Send a challenge to a client, and the result if it answers with a signed report."""
@@ -129,7 +137,7 @@ class Server:
         closed = asyncio.create_task(reader.read(1))
         await asyncio.wait((closed, self.result), return_when=asyncio.FIRST_COMPLETED)
         if self.result.done():
-            result = replace(self.message, error=self.result.result())
+            result = replace(self.message, error=encode_error(self.result.result()))
             writer.write(result.encode(self.key, report.nonce))
         await closed
 
@@ -137,7 +145,8 @@ class Server:
         """Raise the error that a node has reported, or that the head finds in its report."""
         rank = report.rank
         address = report.address
-        raise_error(report.error)
+        if error := decode_error(report.error):
+            raise error
         await check_port(address, report.port, f"node {rank} ({address}): the head cannot reach it")
         for other in self.reports.values():
             if other.rank == rank:
@@ -170,12 +179,10 @@ class Server:
             for rank in missing
             if rank in self.strangers
         ]
-        least = "at least " if node.min_nodes < node.max_nodes else ""
-        seconds = f"{node.timeout:.0f} s"
         return TransientError(
-            f"{num_ready} of {least}{node.min_nodes} nodes came within {seconds}, missing:"
-            f" {names}{''.join(strangers[:2])}: start all nodes within {seconds} of each other, and"
-            " see the output of the missing nodes"
+            f"{num_ready} of {node.versions['nnodes']} nodes came within {node.timeout:.0f} s,"
+            f" missing: {names}{''.join(strangers[:2])}: start all nodes at the same time, and see"
+            " the output of the missing nodes"
         )
 
     def find_slow_nodes(self) -> TransientError | None:
@@ -186,15 +193,14 @@ class Server:
             return None
         for rank in slow:
             exclude_node(self.node.run_dir, nodes[rank].name)
-        text = "; ".join(list(slow.values())[:4])
-        where = ", ".join(f"node {rank} is {nodes[rank].address}" for rank in list(slow)[:4])
+        causes = [f"{text} ({nodes[rank].address})" for rank, text in slow.items()]
         fix = "start the job without slow nodes, or set check.fitness=false"
-        return TransientError(f"{text} ({where}): {fix}")
+        return TransientError(f"{'; '.join(causes[:4])}: {fix}")
 
-    def set_result(self, error: ConfigError | TransientError | None) -> None:
+    def set_result(self, error: StartError | None) -> None:
         """Set the result, unless it is already set."""
         if not self.result.done():
-            self.result.set_result(encode_error(error))
+            self.result.set_result(error)
 
 
 def find_slow(speeds: dict[int, dict[str, float]]) -> dict[int, str]:

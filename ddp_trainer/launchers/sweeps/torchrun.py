@@ -108,16 +108,12 @@ class TorchrunLauncher(JobLauncher):
         except (OSError, ConfigError, TransientError) as error:  # a full disk, for example
             return job.finish(f"torchrun could not be started: {error}")
         prefix = f"{job.number}: " if self.max_parallel > 1 else ""
-        unfinished = b""
         code = None
-        with open(log, "rb") as output:
+        with open(log, errors="replace") as output:
             while code is None:
                 time.sleep(POLL_SECONDS)
                 code = torchrun.poll()
-                *lines, unfinished = (unfinished + output.read()).split(b"\n")
-                if code is not None and unfinished:
-                    lines.append(unfinished)
-                text = "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
+                text = "".join(f"{prefix}{line}" for line in output)
                 with suppress(OSError):  # a lost terminal must not end the sweep
                     print(text, end="", flush=True)
         failure = last_error(log) or f"torchrun ended with exit code {code}"

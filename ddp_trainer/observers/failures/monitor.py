@@ -24,10 +24,10 @@ import torch.distributed as dist
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.waiting import is_waiting
+from ddp_trainer.distributed.waiting import is_waiting, record_progress
 from ddp_trainer.distributed.world import World
 from ddp_trainer.observers.failures.report import REPORTED, Reporter, error_lines
-from ddp_trainer.observers.failures.stack_exchange import PROCESSES, STACKS, StackExchange
+from ddp_trainer.observers.failures.stacks import PROCESSES, STACKS, StackExchange
 from ddp_trainer.observers.failures.status import (
     ProgressClock,
     RankStatus,
@@ -101,13 +101,9 @@ class FailureMonitor(Observer):
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
 
-    def progress(self) -> None:
-        """Record that this rank makes progress; without any for too long it counts as stuck."""
-        self._progress.count += 1
-
     def on_phase(self, run: Any, phase: Phase) -> None:
         self.phase = phase
-        self.progress()
+        record_progress()
 
     def on_step(self, run: Any) -> None:
         self.step = run.step
@@ -219,7 +215,7 @@ class FailureMonitor(Observer):
         """
         since = time.time() - self._max_silence
         self._emit_failure()
-        self._stacks.ask(wake=True)
+        self._stacks.ask()
         if not self._board.claim_root_cause():  # the launcher ends this rank after the report
             self._done.wait(2 * GRACE_SECONDS)
             self._exit(1)
@@ -241,7 +237,7 @@ class FailureMonitor(Observer):
 
     def _show_stacks(self) -> None:
         """Write the stacks of all ranks to stacks.log and to stderr."""
-        self._stacks.ask(wake=False)
+        self._stacks.ask()
         text = stacks_text(self._stacks.collect())
         path = self._reporter.write(STACKS, text)
         with suppress(OSError):  # stderr may be closed

@@ -1,4 +1,4 @@
-"""The Python stack of a rank's main thread: of this process, or of another one on this host."""
+"""The Python stacks of the ranks' main threads: for the report of a hang, and on demand."""
 
 import faulthandler
 import json
@@ -7,16 +7,23 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_trainer.observers.failures.status import RankStatus
+from ddp_trainer.observers.failures.status import RankStatus, StatusBoard
 
+PROCESSES = "processes.json"
+"""The file with the process ids of the ranks to which SIGQUIT can be sent."""
+STACKS = "stacks.log"
+COLLECT_SECONDS = 3.5
+"""How long the asking rank waits; other ranks look for a question with every heartbeat."""
+SILENT_SECONDS = 3.0
+"""A process of this host that has sent no heartbeat for this long is asked by a signal."""
 QUIT_SECONDS = 1.5
 """How long a process may take to write its stacks after SIGQUIT."""
 MAX_FRAMES = 40
@@ -67,10 +74,7 @@ class StackFile:
     NAME = "ddp_trainer stacks"
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):  # Linux
-            self.file = open(os.memfd_create(self.NAME), "r+b", 0)  # noqa: SIM115
-        else:
-            self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.file = open(os.memfd_create(self.NAME), "r+b", 0)  # noqa: SIM115
         self.size = 0
         # by `__main__`, to write to stderr
         self.was_registered = faulthandler.unregister(signal.SIGQUIT)
@@ -118,17 +122,15 @@ class RankProcess:
         except OSError:  # it has ended, or belongs to somebody else
             return False
 
-    def frames(self, *, wake: bool) -> list[str]:
+    def frames(self) -> list[str]:
         """Return the main thread's frames, which SIGQUIT makes it write; [] without an answer.
 
-        The process must be alive. wake: continue it if it is stopped, because a stopped process
-        does not answer.
+        The process must be alive. It is continued if it is stopped, because it would not answer.
         """
         try:
             size = self.path.stat().st_size
             os.kill(self.pid, signal.SIGQUIT)
-            if wake:
-                os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGCONT)
             deadline = time.monotonic() + QUIT_SECONDS
             while self.path.stat().st_size == size and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -142,3 +144,51 @@ def parse(text: str) -> list[str]:
     """Return the frames of the main thread, the last one in the `text` of faulthandler."""
     last = text.rpartition("(most recent call first):")[2]
     return [f"{file}:{line} in {name}" for file, line, name in FRAME.findall(last)]
+
+
+class StackExchange:
+    """Lets a rank ask all ranks for their stacks. Collective: every rank must construct one.
+
+    To ask, a rank adds 1 to a counter in the store of `board`, which the others look at with every
+    heartbeat. own: a function that returns the status of this rank.
+    """
+
+    def __init__(self, board: StatusBoard, own: Callable[[], RankStatus]) -> None:
+        self.board = board
+        self.own = own
+        self.file = StackFile()
+        self.num_answered = 0
+        process = [board.world.rank, socket.gethostname(), os.getpid(), self.file.file.fileno()]
+        self.processes = [RankProcess(*values) for values in board.world.all_gather_object(process)]
+
+    def ask(self) -> None:
+        """Ask all ranks for their stack."""
+        self.board.store.add("questions", 1)
+        self.answer()
+
+    def answer(self) -> None:
+        """If a rank has asked, publish the stacks of this rank and of silent ranks on this host."""
+        num_questions = self.board.store.add("questions", 0)
+        if num_questions == self.num_answered:
+            return
+        self.num_answered = num_questions
+        self.board.publish(with_stack(self.own()))
+        for process in filter(RankProcess.is_alive, self.processes):
+            status = self.board.status(process.rank)
+            if status is not None and time.time() - status.heartbeat > SILENT_SECONDS:
+                self.board.publish_frames(status, process.frames())
+
+    def collect(self) -> list[RankStatus]:
+        """Wait some seconds for the answers, and return the status and stack of all ranks, by rank.
+
+        The status of a rank that does not answer is its last heartbeat, without a stack.
+        """
+        stacks = [RankStatus(p.rank, p.host, "an unknown phase", step=0) for p in self.processes]
+        deadline = time.monotonic() + COLLECT_SECONDS
+        while time.monotonic() < deadline and not all(stack.frames for stack in stacks):
+            time.sleep(0.05)
+            stacks = [
+                stack if stack.frames else self.board.status(stack.rank) or stack
+                for stack in stacks
+            ]
+        return stacks

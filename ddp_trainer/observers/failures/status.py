@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ddp_trainer.distributed.waiting import progress_count
 from ddp_trainer.distributed.world import World
 
 BUSY_SHARE = 0.1
@@ -78,27 +79,27 @@ def is_library(frame: str) -> bool:
 class ProgressClock:
     """Measures how long the main thread made no progress (still) and did not compute either (idle).
 
-    The main thread adds 1 to `count` when it progresses; another thread calls `update`.
+    The failure monitor's thread calls `update`. Progress is what `record_progress` has recorded.
     can_be_busy: whether CPU time is a sign of computing. On a GPU it is not, because a thread that
     waits for a GPU uses CPU time too: all still seconds are idle there.
     """
 
     def __init__(self, *, can_be_busy: bool) -> None:
-        self.count = 0
         self.idle_seconds = 0.0
         self.still_seconds = 0.0
         self._can_be_busy = can_be_busy
         self._cpu_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._cpu_seconds = 0.0
-        self._last_count = 0
+        self._last_count = progress_count()
 
     def update(self, elapsed: float) -> None:
         """Record whether there was progress in the last `elapsed` seconds."""
         cpu_seconds = time.clock_gettime(self._cpu_clock)
         is_busy = cpu_seconds - self._cpu_seconds >= BUSY_SHARE * elapsed
         self._cpu_seconds = cpu_seconds
-        if self.count != self._last_count:
-            self._last_count = self.count
+        count = progress_count()
+        if count != self._last_count:
+            self._last_count = count
             self.still_seconds = 0.0
             self.idle_seconds = 0.0
             return
