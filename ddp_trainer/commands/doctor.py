@@ -3,21 +3,26 @@
     python -m ddp_trainer doctor                                    # this host
     torchrun --nproc_per_node=2 -m ddp_trainer doctor               # all nodes of a job
     launch/multinode.sh doctor                                      # the same
+    python -m ddp_trainer doctor RUN_DIR                            # stacks of a running training
 
 Accepts the keys of a run (device, backend, output_dir …). Exits with 0 if training can start here,
-else with 2 and prints the reason.
+else with 2 and prints the reason. With RUN_DIR, prints the current stacks of the ranks that train
+there.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_trainer.commands.command_line import run_command
-from ddp_trainer.config.errors import POSITIVE, USER_ERROR
+from ddp_trainer.commands.command_line import errors_as_exit_codes, run_command
+from ddp_trainer.commands.options import wants_help
+from ddp_trainer.config.errors import POSITIVE, USER_ERROR, require
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import process_group
+from ddp_trainer.observers.failures.stacks import stacks_of
 from ddp_trainer.tools.doctor import Finding, examine, plural
 
 
@@ -32,7 +37,16 @@ class DoctorOptions:
 
 
 def main(words: Sequence[str]) -> None:
-    """Examine the machines; exit with 2 if training cannot start."""
+    """Examine the machines, or print the stacks of a run; exit with 2 if training cannot start."""
+    # sweep/lr=0.1 is a directory
+    if words and not wants_help(words) and not re.match("-|(hydra/)?[^/]+=", words[0]):
+        with errors_as_exit_codes():
+            require(
+                len(words) == 1,
+                "doctor takes one run directory, or keys: doctor RUN_DIR, or doctor key=value …",
+            )
+            print(stacks_of(Path(words[0])), end="")
+        return
     run_command(doctor, DoctorOptions, words, description=__doc__)
 
 

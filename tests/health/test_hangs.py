@@ -2,7 +2,6 @@
 ends.
 """
 
-import json
 import os
 import re
 import signal
@@ -11,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, run_command, torchrun, wait_for
+from processes import clean_environment, launch, run_command, torchrun, wait_for
 from runs import TINY
 
-from ddp_trainer.observers.failures.stacks import PROCESSES, parse
+from ddp_trainer.observers.failures.stacks import parse, read_processes
 from ddp_trainer.observers.failures.status import RankStatus, absent_ranks, grouped_lines
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
@@ -51,10 +50,6 @@ def words(folder: Path, seconds: int) -> list[str]:
     ]
 
 
-def process_ids(run_dir: Path) -> list[int]:
-    return [process["pid"] for process in json.loads((run_dir / PROCESSES).read_text())]
-
-
 def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
     """Train on two ranks until one is stuck, and check the report and that nothing is left."""
     stuck = f"{rank}:{where}:{COUNTS.get(where, 2)}"
@@ -69,7 +64,9 @@ def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
     assert re.match(first, text)
     assert f"rank {1 - rank} on" in text
     assert re.search(r"last collectives: .*#\d+ gloo:\w+ \[\[", text), text
-    assert not any(Path(f"/proc/{pid}").exists() for pid in process_ids(folder / "run"))
+    assert not any(
+        Path(f"/proc/{process.pid}").exists() for process in read_processes(folder / "run")
+    )
 
 
 @pytest.mark.fault("the main thread of a rank stuck")
@@ -98,15 +95,51 @@ def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) ->
     ) as job:
         metrics = folder / "run/metrics.jsonl"
         wait_for(lambda: metrics.exists() and "train/loss" in metrics.read_text())
-        pids = process_ids(folder / "run")
-        os.kill(pids[rank], number)
+        processes = read_processes(folder / "run")
+        os.kill(processes[rank].pid, number)
         output, _ = job.communicate(timeout=120)
     assert job.returncode == 1, output
     failure = "was lost" if number is signal.SIGKILL else r"has not answered for \d+ s"
     assert re.search(rf"rank {rank} on \S+ {failure}.*, (last seen )?in ", output), output
     if number is signal.SIGSTOP:
         assert re.search(rf"ranks? (0, )?{rank}(, 1)?: .*:\d+ in \S+", output), output
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{process.pid}").exists() for process in processes)
+
+
+def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path: Path) -> None:
+    command = [
+        *torchrun(2),
+        "-m",
+        "ddp_trainer",
+        *TINY,
+        "epochs=100000",
+        f"output_dir={tmp_path}",
+        "name=run",
+    ]
+    with subprocess.Popen(
+        command,
+        env=clean_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as job:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
+        try:
+            for _ in range(2):
+                shown = launch("doctor", str(tmp_path / "run"))
+                assert shown.code == 0, shown.output
+                assert re.search(
+                    r"^rank 0 on \S+, in .* after step \d+:\n  /", shown.output, re.MULTILINE
+                )
+                assert re.search(r"^rank 1 on ", shown.output, re.MULTILINE)
+                assert "train_epoch" in shown.output or "fit" in shown.output
+            assert job.poll() is None
+        finally:
+            os.kill(job.pid, signal.SIGTERM)
+            job.wait(timeout=60)
+    ended = launch("doctor", str(tmp_path / "run"))
+    error = f"error: no job of this user is running in {tmp_path / 'run'} on this host\n"
+    assert (ended.code, ended.output) == (2, error)
 
 
 def handles(pid: int, number: signal.Signals, *, launcher: int) -> bool:
@@ -155,7 +188,7 @@ def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(
             os.kill(rank, signal.SIGQUIT)
             wait_for(lambda: "most recent call first" in output.read_text())
             wait_for(lambda: (run_dir / "metrics.jsonl").exists())
-            os.kill(process_ids(run_dir)[1], signal.SIGQUIT)
+            os.kill(rank, signal.SIGQUIT)
             wait_for(
                 lambda: (
                     (run_dir / "stacks.log").exists()

@@ -215,7 +215,7 @@ class FailureMonitor(Observer):
         """
         since = time.time() - self._max_silence
         self._emit_failure()
-        self._stacks.ask()
+        self._stacks.ask(wake=True)
         if not self._board.claim_root_cause():  # the launcher ends this rank after the report
             self._done.wait(2 * GRACE_SECONDS)
             self._exit(1)
@@ -237,7 +237,7 @@ class FailureMonitor(Observer):
 
     def _show_stacks(self) -> None:
         """Write the stacks of all ranks to stacks.log and to stderr."""
-        self._stacks.ask()
+        self._stacks.ask(wake=False)
         text = stacks_text(self._stacks.collect())
         path = self._reporter.write(STACKS, text)
         with suppress(OSError):  # stderr may be closed

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_trainer.config.errors import require, require_run_dir
 from ddp_trainer.observers.failures.status import RankStatus, StatusBoard
 
 PROCESSES = "processes.json"
-"""The file with the process ids of the ranks to which SIGQUIT can be sent."""
 STACKS = "stacks.log"
+ANSWER_SECONDS = 15.0
+"""How long ``doctor RUN_DIR`` waits for the ranks."""
 COLLECT_SECONDS = 3.5
 """How long the asking rank waits; other ranks look for a question with every heartbeat."""
 SILENT_SECONDS = 3.0
@@ -122,15 +124,17 @@ class RankProcess:
         except OSError:  # it has ended, or belongs to somebody else
             return False
 
-    def frames(self) -> list[str]:
+    def frames(self, *, wake: bool) -> list[str]:
         """Return the main thread's frames, which SIGQUIT makes it write; [] without an answer.
 
-        The process must be alive. It is continued if it is stopped, because it would not answer.
+        The process must be alive. wake: continue it if it is stopped, because a stopped process
+        does not answer.
         """
         try:
             size = self.path.stat().st_size
             os.kill(self.pid, signal.SIGQUIT)
-            os.kill(self.pid, signal.SIGCONT)
+            if wake:
+                os.kill(self.pid, signal.SIGCONT)
             deadline = time.monotonic() + QUIT_SECONDS
             while self.path.stat().st_size == size and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -161,8 +165,14 @@ class StackExchange:
         process = [board.world.rank, socket.gethostname(), os.getpid(), self.file.file.fileno()]
         self.processes = [RankProcess(*values) for values in board.world.all_gather_object(process)]
 
-    def ask(self) -> None:
-        """Ask all ranks for their stack."""
+    def ask(self, *, wake: bool) -> None:
+        """Ask all ranks for their stack.
+
+        wake: whether to continue stopped processes (SIGCONT) so that they answer, which is right
+        only if the job is about to be ended.
+        """
+        if wake:
+            self.board.store.set("wake", "")
         self.board.store.add("questions", 1)
         self.answer()
 
@@ -173,10 +183,11 @@ class StackExchange:
             return
         self.num_answered = num_questions
         self.board.publish(with_stack(self.own()))
+        wake = self.board.store.check(["wake"])
         for process in filter(RankProcess.is_alive, self.processes):
             status = self.board.status(process.rank)
             if status is not None and time.time() - status.heartbeat > SILENT_SECONDS:
-                self.board.publish_frames(status, process.frames())
+                self.board.publish_frames(status, process.frames(wake=wake))
 
     def collect(self) -> list[RankStatus]:
         """Wait some seconds for the answers, and return the status and stack of all ranks, by rank.
@@ -192,3 +203,40 @@ class StackExchange:
                 for stack in stacks
             ]
         return stacks
+
+
+def read_processes(run_dir: Path) -> list[RankProcess]:
+    """Return the processes of the running or last job in `run_dir`; [] if there was none."""
+    try:
+        return [RankProcess(**values) for values in json.loads((run_dir / PROCESSES).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def stacks_of(run_dir: Path) -> str:
+    """Return the stacks of the ranks that train in `run_dir` now.
+
+    Raises ConfigError if no rank on this host answers.
+    """
+    require_run_dir(run_dir)
+    processes = read_processes(run_dir)
+    hosts = {process.host for process in processes}
+    require(
+        not hosts or socket.gethostname() in hosts,
+        f"no rank of {run_dir} runs on this host: run doctor on one of {', '.join(hosts)}",
+    )
+    running = [process for process in processes if process.is_alive()]
+    require(bool(running), f"no job of this user is running in {run_dir} on this host")
+    alive = running[0]
+    path = run_dir / STACKS
+    deadline = time.monotonic() + ANSWER_SECONDS
+    path.unlink(missing_ok=True)
+    os.kill(alive.pid, signal.SIGQUIT)
+    while not path.exists():
+        require(
+            time.monotonic() < deadline,
+            f"rank {alive.rank} (process {alive.pid}) has not written the stacks: try again, or, "
+            f"if the process is stopped, continue it with kill -CONT {alive.pid}",
+        )
+        time.sleep(0.1)
+    return path.read_text()
