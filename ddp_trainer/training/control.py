@@ -155,8 +155,9 @@ class ControlPoint:
         table[self.world.rank] = torch.tensor(own, dtype=torch.float64)
         local = torch.cat([torch.tensor([*flags.values()], dtype=torch.float64), table.view(-1)])
         local = local.to(self.world.device, non_blocking=True)
+        total = self.world.all_reduce(torch.cat([metrics, local]))
         with waiting():  # with NCCL, the host waits where it reads the result
-            total = self.world.all_reduce(torch.cat([metrics, local])).cpu()
+            total = total.cpu()
         sums, summed_flags, by_rank = total.split([len(metrics), len(flags), table.numel()])
         by_name = dict(zip(flags, summed_flags.tolist(), strict=True))
         return sums.tolist(), by_name, by_rank.view_as(table)
