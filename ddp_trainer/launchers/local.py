@@ -55,6 +55,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     limit_spinning()
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("bound", BoundRendezvous)
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     try:
