@@ -30,7 +30,7 @@ from ddp_trainer.version import __version__
 if TYPE_CHECKING:
     from ddp_trainer.data.dataset import Datasets, ImageTensors
     from ddp_trainer.distributed.world import World
-    from ddp_trainer.launchers.local import launch
+    from ddp_trainer.launchers.local import LaunchError, launch
     from ddp_trainer.observers.loggers.base import Logger
     from ddp_trainer.sync.base import GradientSync
     from ddp_trainer.tools.classifier import Classifier, load
@@ -42,6 +42,7 @@ _IMPORTS_TORCH = {
     "Datasets": "data.dataset",
     "GradientSync": "sync.base",
     "ImageTensors": "data.dataset",
+    "LaunchError": "launchers.local",
     "Logger": "observers.loggers.base",
     "Observer": "training.run",
     "TrainingRun": "training.run",
@@ -59,6 +60,7 @@ __all__ = [
     "Datasets",
     "GradientSync",
     "ImageTensors",
+    "LaunchError",
     "Logger",
     "LoggerConfig",
     "LossConfig",

@@ -160,7 +160,7 @@ def find(group: str, schema: type) -> Choice | None:
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
     """Return the object that the builder of the class of `config` makes from the arguments.
 
-    docs/extending.md lists the arguments by group.
+    docs/api.md lists the arguments by group.
 
     Raises:
         PluginError: the object is not of the type `returns`.

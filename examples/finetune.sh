@@ -15,7 +15,7 @@ python=${PYTHON:-python}
 train=("$python" -m torch.distributed.run --nnodes=1 --nproc_per_node="${NPROC:-2}" --master-port="${PORT:-29500}"
        -m ddp_trainer)
 
-"${train[@]}" experiment=finetune "data.root=$pictures" "model.weights=$weights" \
+"${train[@]}" experiment=finetune "data.root=$pictures" data.validation_fraction=0.2 "model.weights=$weights" \
     "output_dir=$(dirname "$run")" "name=$(basename "$run")" "$@"
 "$python" -m ddp_trainer evaluate "$run"
 "$python" -m ddp_trainer export "$run" format=safetensors

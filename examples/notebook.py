@@ -5,7 +5,7 @@
 from ddp_trainer import Config, launch, load
 from ddp_trainer.config.models import LeNetConfig
 
-config = Config(model=LeNetConfig(), epochs=5, global_batch_size=64, name="notebook")
+config = Config(model=LeNetConfig(), global_batch_size=32, name="notebook")
 
 # %%
 # Two processes on this machine. Interrupt the cell to stop gracefully; run it again to go on.

@@ -1,7 +1,7 @@
 """A data set of your own, whose pictures are drawn: python examples/own_dataset.py
 
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_dataset
-    torchrun --nproc_per_node=2 -m ddp_trainer data=bars model=lenet
+    NPROC=2 launch/local.sh data=bars model=lenet
 
 A split is a map-style data set of (uint8 [C, H, W], int), which threads read in advance. With
 `read` and `labels` it gets what image folders get: random crops, and a stratified hold-out.

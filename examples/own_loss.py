@@ -3,7 +3,7 @@
 It also works on the command line, as a choice of the group loss:
 
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_loss
-    torchrun --nproc_per_node=2 -m ddp_trainer loss=own_focal loss.gamma=1.5 model=lenet
+    NPROC=2 launch/local.sh loss=own_focal loss.gamma=1.5 model=lenet
 
 A loss returns one value per sample. The step sums the values and divides the sum by the global
 batch size, so that the loss is the same at any number of ranks.
@@ -43,6 +43,8 @@ def build_focal(
 
 
 if __name__ == "__main__":
-    config = Config(model=LeNetConfig(), loss=FocalConfig(gamma=1.5), epochs=5, name="own_loss")
+    config = Config(
+        model=LeNetConfig(), loss=FocalConfig(gamma=1.5), global_batch_size=32, name="own_loss"
+    )
     summary = launch(config, num_ranks=2)
     print(f"top-1 {summary.eval_top1:.4f} after {summary.steps} steps")

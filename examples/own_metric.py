@@ -3,7 +3,7 @@
 On the command line it is a choice of the group metric, which is a list:
 
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_metric
-    torchrun --nproc_per_node=2 -m ddp_trainer metric=[own_balanced] model=lenet
+    NPROC=2 launch/local.sh metric=[own_balanced] model=lenet
 
 A metric is computed on rank 0 from the results of all ranks, each sample once, and is logged as
 eval/own_balanced.
@@ -38,7 +38,10 @@ def build_balanced(config: BalancedConfig) -> Callable[[Tensor, Tensor], float]:
 
 if __name__ == "__main__":
     config = Config(
-        model=LeNetConfig(), metric={"own_balanced": BalancedConfig()}, epochs=5, name="own_metric"
+        model=LeNetConfig(),
+        metric={"own_balanced": BalancedConfig()},
+        global_batch_size=32,
+        name="own_metric",
     )
     summary = launch(config, num_ranks=2)
     print(f"top-1 {summary.eval_top1:.4f} after {summary.steps} steps")

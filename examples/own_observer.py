@@ -3,7 +3,7 @@
 On the command line it is a choice of the group observer, which is a list:
 
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_observer
-    torchrun --nproc_per_node=2 -m ddp_trainer observer=[stop_below] observer.stop_below.loss=0.5
+    NPROC=2 launch/local.sh observer=[stop_below] observer.stop_below.loss=0.5
 
 Every rank has the observer, and calls its methods in the same order. A request to stop is reduced
 over ranks: all of them stop after the same step, evaluate and save.

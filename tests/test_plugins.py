@@ -34,7 +34,12 @@ from ddp_trainer import (
     Datasets,
     ImageTensors,
     LoggerConfig,
+    LossConfig,
+    MetricConfig,
     ModelConfig,
+    ObserverConfig,
+    OptimizerConfig,
+    SchedulerConfig,
     SyncConfig,
     register_dataset,
     register_logger,
@@ -45,8 +50,6 @@ from ddp_trainer import (
 from ddp_trainer.config.composition import from_builtins, to_builtins, training_changes
 from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.config.messages import format_config_error
-from ddp_trainer.config.optimizers import OptimizerConfig
-from ddp_trainer.config.schedulers import SchedulerConfig
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import shutdown
@@ -54,7 +57,10 @@ from ddp_trainer.distributed.process_group import shutdown
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "tests" / "plugin_example"
 GUIDE = ROOT / "docs" / "extending.md"
-PLUGIN: dict[str, Any] = {"DDP_TRAINER_PLUGINS": "example_plugin", "PYTHONPATH": str(PACKAGE)}
+PLUGIN: dict[str, Any] = {
+    "DDP_TRAINER_PLUGINS": "example_plugin",
+    "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(ROOT)]),
+}
 CHOICES = {
     "model": "convmixer",
     "data": "shapes",
@@ -416,6 +422,9 @@ def test_memory_that_is_used_up_by_the_first_image_is_one_error() -> None:
         ("logger", LoggerConfig, "Logger"),
         ("optimizer", OptimizerConfig, "Optimizer"),
         ("scheduler", SchedulerConfig, "Callable"),
+        ("loss", LossConfig, "Callable"),
+        ("metric", MetricConfig, "Callable"),
+        ("observer", ObserverConfig, "Observer"),
     ],
 )
 def test_a_builder_that_returns_something_else_is_one_error(

@@ -1,5 +1,6 @@
 """The project's shell: the wheel, what the papers say about the code, and what CI holds."""
 
+import inspect
 import re
 import shlex
 import shutil
@@ -103,17 +104,16 @@ def fenced_lines(paper: Path) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every command in the papers that starts ddp_trainer without the choices that the same paper
-    registers.
-    """
+    """Every command in the papers that starts ddp_trainer without choices of plug-ins."""
+    examples = "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
     found = []
     for paper in PAPERS:
-        own = set(re.findall(r'register_\w+\("(\w+)"', paper.read_text()))
+        own = set(re.findall(r'register_\w+\("(\w+)"', paper.read_text() + examples))
         for line in fenced_lines(paper):
             is_command = re.search(r"-m ddp_trainer(?= |$)|^ddp-trainer |launch/local\.sh ", line)
             # has options of its own
             is_of_a_run = re.search(r"ddp_trainer (evaluate|predict|export|report) ", line)
-            is_own = own & set(re.findall(r"=(\w+)", line))  # those are in test_plugins.py
+            is_own = own & set(re.findall(r"=(\w+)", line))  # see test_plugins.py, test_examples.py
             if is_command and not is_of_a_run and not is_own:
                 found.append(line)
     return found
@@ -180,10 +180,68 @@ def test_the_changelog_begins_with_this_version_and_constraints_are_exact() -> N
     versions = re.findall(
         r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     )
-    assert versions[0] == ddp_trainer.__version__
+    assert versions[0] == ddp_trainer.__version__.partition(".dev")[0]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
     assert {"torch", "torchvision", "hydra-core"} <= {line.partition("==")[0] for line in lines}
+
+
+# --- the page of the Python interface -------------------------------------------------------------
+
+
+def api_section(title: str) -> str:
+    text = (ROOT / "docs" / "api.md").read_text()
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def first_cells(text: str, header: str) -> set[str]:
+    """Return the names, without arguments, in the first column of the table under `header`."""
+    table = text.partition(f"| {header} |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+
+
+def public_members(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def test_the_page_of_the_interface_has_each_public_name_and_no_other() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", api_section("Names"), re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert set(named) == set(ddp_trainer.__all__)
+
+
+def test_the_signatures_on_the_page_of_the_interface_are_those_of_the_code() -> None:
+    sections = api_section("Train and predict") + api_section("Register")
+    shown = dict(re.findall(r"^def (\w+)(\(.*?\)): \.\.\.$", sections, re.MULTILINE))
+    registers = [name for name in ddp_trainer.__all__ if name.startswith("register_")]
+    assert set(shown) == {"launch", "run", "load", *registers}
+    for name, signature in shown.items():
+        actual = inspect.signature(getattr(ddp_trainer, name))
+        plain = [one.replace(annotation=one.empty) for one in actual.parameters.values()]
+        assert str(inspect.Signature(plain)).replace("'", '"') == signature
+
+
+def test_the_page_of_the_interface_has_every_group_event_and_member() -> None:
+    groups = first_cells(api_section("Register"), "group")
+    assert groups == set(registry.GROUPS)
+    observers = api_section("Observers")
+    events = first_cells(observers, "method of `Observer`")
+    assert events == public_members(ddp_trainer.Observer)
+    loggers = first_cells(api_section("Loggers"), "method of `Logger`")
+    assert loggers == public_members(ddp_trainer.Logger) - {"in_background"}
+    members = first_cells(observers, "member of `TrainingRun`")
+    set_in_constructor = re.findall(
+        r"self\.(\w+)\b", inspect.getsource(ddp_trainer.TrainingRun.__init__)
+    )
+    assert members <= public_members(ddp_trainer.TrainingRun) | set(set_in_constructor)
+    assert first_cells(api_section("Schemas"), "class variable") == public_class_variables(
+        ddp_trainer.SyncConfig
+    )
+
+
+def public_class_variables(schema: type) -> set[str]:
+    return {name for name, kind in schema.__annotations__.items() if "ClassVar" in str(kind)}
 
 
 # --- CI -------------------------------------------------------------------------------------------
@@ -191,7 +249,7 @@ def test_the_changelog_begins_with_this_version_and_constraints_are_exact() -> N
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs Debian's shellcheck")
 def test_shell_scripts_pass_shellcheck() -> None:
-    folders = [ROOT / name for name in ("launch", "docs", "benchmarks")]
+    folders = [ROOT / name for name in ("launch", "docs", "benchmarks", "examples")]
     scripts = [
         ROOT / ".ci" / "run",
         *(path for folder in folders for path in folder.rglob("*.s[hb]*")),

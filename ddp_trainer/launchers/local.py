@@ -1,8 +1,10 @@
 """``launch(config, num_ranks=2)``: train on several processes of this machine, from Python."""
 
+import logging
 import os
 import shlex
 import sys
+import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import fields
@@ -26,11 +28,13 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.launchers.agent import prepare_torchrun, root_cause
 from ddp_trainer.observers.failures.report import report, report_failure
-from ddp_trainer.training.summary import Summary
+from ddp_trainer.training.summary import Status, Summary
 from ddp_trainer.training_run import run
 
 SHUTDOWN_SECONDS = 300
 """How long the ranks may take to save and end after Ctrl-C, where torch has this setting."""
+READ_SECONDS = 3.0
+"""How long the launching process may take to read the result of a rank that was stopped."""
 
 
 class LaunchError(RuntimeError):
@@ -53,6 +57,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     modules = modules_of(config.sections)
     limit_spinning()
     prepare_torchrun()
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
     try:
         results = elastic_launch(launch_config(num_ranks, config.timeout_seconds), train_rank)(
@@ -122,7 +127,7 @@ def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[s
         registry.load_plugins(plugin_modules())
         for module in modules:
             import_module(module)
-        return run(from_builtins(tree), Path(run_dir)).to_json()
+        summary = run(from_builtins(tree), Path(run_dir))
     except (ConfigError, TransientError, registry.PluginError) as error:
         report(str(error), environment)
         sys.exit(FAILURE if isinstance(error, TransientError) else USER_ERROR)
@@ -130,6 +135,13 @@ def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[s
         report_failure(error, environment)
         # Because the interpreter may abort at its end if other ranks have ended before.
         os._exit(FAILURE)
+    if summary.status is Status.stopped:
+        # A launching process that got the signal itself waits for the rank to end, and the rank
+        # for that process to read the result: end also if it is not read.
+        leave = threading.Timer(READ_SECONDS, os._exit, [0])
+        leave.daemon = True
+        leave.start()
+    return summary.to_json()
 
 
 def error_of(failure: ChildFailedError) -> Exception:
