@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,18 +31,20 @@ class Hardware(Observer):
 
     def __init__(self, sensors: "Sensors") -> None:
         self.sensors = sensors
-        self.growth = MemoryGrowth()
         self.is_throttled = False
         self.hosts: list[str] = []
+        self.epoch: int | None = None
+        self.memory: list[Tensor] = []
+        """The MiB of all ranks at the ends of epochs; the last entry is the current epoch's."""
 
     def on_start(self, run: TrainingRun) -> None:
         self.hosts = run.world.all_gather_object(socket.gethostname())
-        reset_peak_memory(run.world.device)
+        if run.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(run.world.device)
 
     def rank_values(self, run: TrainingRun) -> Sequence[float]:
         device = run.world.device
-        heat = self.sensors.read()
-        return current_memory_mb(device), peak_memory_mb(device), heat.celsius, heat.throttled
+        return current_memory_mb(device), peak_memory_mb(device), *self.sensors.read()
 
     def on_log(self, run: TrainingRun) -> None:
         run.log({"memory/peak_mb": peak_memory_mb(run.world.device)})
@@ -53,45 +54,58 @@ class Hardware(Observer):
         memory, peak, celsius, throttled = numbers.unbind(1)
         run.log({"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())})
         if celsius.any():
-            hottest = int(celsius.argmax())
-            run.log({"temperature/max_celsius": float(celsius[hottest])})
-            run.log({"temperature/max_rank": hottest})
+            run.log({"temperature/max_celsius": float(celsius.max())})
+            run.log({"temperature/max_rank": int(celsius.argmax())})
         if run.world.is_main:
             self.warn_of_growth(memory, run.epoch)
-            self.warn_of_heat(celsius, throttled, is_cpu=run.world.device.type == "cpu")
+            self.warn_of_heat(throttled)
 
     def warn_of_growth(self, memory_mb: Tensor, epoch: int) -> None:
         """Log a warning for a rank whose memory grows in every epoch. memory_mb: float64 [W]."""
-        found = self.growth.add(epoch, memory_mb)
-        if found is not None:
+        growth = self.find_growth(memory_mb, epoch)
+        if growth is not None:
+            rank, before, now = growth
             logger.warning(
                 "the memory of rank %d on %s has grown in each of the last %d epochs, from %s to "
                 "%s MiB: some code keeps objects that are no longer needed, for example losses as "
                 "tensors (keep loss.item() instead)",
-                found.rank,
-                self.hosts[found.rank],
+                rank,
+                self.hosts[rank],
                 GROWTH_EPOCHS,
-                f"{found.before_mb:,.0f}",
-                f"{found.now_mb:,.0f}",
+                f"{before:,.0f}",
+                f"{now:,.0f}",
             )
 
-    def warn_of_heat(self, celsius: Tensor, throttled: Tensor, *, is_cpu: bool) -> None:
-        """Log once that heat slows down a processor. Both are float64 [W]; celsius: 0 if unknown.
+    def find_growth(self, memory_mb: Tensor, epoch: int) -> tuple[int, float, float] | None:
+        """Return a rank whose memory has grown in each of the last epochs, its MiB then and now.
 
-        is_cpu: whether `celsius` is that of the processor; on a GPU rank it is that of the GPU.
+        memory_mb: the MiB of all ranks, float64 [W]. After a result, epochs count from 0 again.
         """
-        if self.is_throttled or not throttled.any():
-            return
-        self.is_throttled = True
-        rank = int(throttled.argmax())
-        degrees = f" ({celsius[rank]:.0f} °C)" if is_cpu and celsius[rank] > 0 else ""
-        logger.warning("the processor of %s is slowed down by heat%s", self.hosts[rank], degrees)
+        if epoch == self.epoch:
+            self.memory[-1] = memory_mb
+            return None
+        self.epoch = epoch
+        whole = self.memory[-GROWTH_EPOCHS - 1 :]
+        self.memory = [*whole, memory_mb]
+        if len(whole) <= GROWTH_EPOCHS:
+            return None
 
+        growth = torch.stack(whole).diff(dim=0)
+        total = growth.sum(0)
+        enough = (GROWTH_SHARE * whole[0]).clamp(min=GROWTH_MB)
+        grown = torch.where((growth > 0).all(0) & (total >= enough), total, 0.0)
+        rank = int(grown.argmax())
+        if not grown[rank]:
+            return None
+        self.memory = self.memory[-1:]
+        return rank, float(whole[0][rank]), float(whole[-1][rank])
 
-def reset_peak_memory(device: torch.device) -> None:
-    """On a GPU, reset the peak that `peak_memory_mb` returns; on a CPU, do nothing."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    def warn_of_heat(self, throttled: Tensor) -> None:
+        """Log once that heat slows down a processor. throttled: float64 [W], how often it did."""
+        if throttled.any() and not self.is_throttled:
+            self.is_throttled = True
+            host = self.hosts[int(throttled.argmax())]
+            logger.warning("the processor of %s is slowed down by heat", host)
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -112,55 +126,6 @@ def current_memory_mb(device: torch.device) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
-class Grown(NamedTuple):
-    """A rank whose memory has grown in every one of some epochs."""
-
-    rank: int
-    before_mb: float
-    now_mb: float
-
-
-class MemoryGrowth:
-    """Finds the rank whose memory grows in every epoch, for example because tensors are kept."""
-
-    def __init__(self) -> None:
-        self.epoch: int | None = None
-        self.ends: list[Tensor] = []
-        """The memory of all ranks at the ends of epochs; the last entry is the current epoch's."""
-
-    def add(self, epoch: int, memory_mb: Tensor) -> Grown | None:
-        """Add the MiB of all ranks, float64 [W]; return a rank whose memory grows, or None.
-
-        Its memory has grown in each of the last GROWTH_EPOCHS epochs. After such a result, the
-        epochs are counted from 0 again.
-        """
-        if epoch == self.epoch:
-            self.ends[-1] = memory_mb
-            return None
-        self.epoch = epoch
-        whole = self.ends[-GROWTH_EPOCHS - 1 :]
-        self.ends = [*whole, memory_mb]
-        if len(whole) <= GROWTH_EPOCHS:
-            return None
-
-        growth = torch.stack(whole).diff(dim=0)
-        total = growth.sum(0)
-        enough = (GROWTH_SHARE * whole[0]).clamp(min=GROWTH_MB)
-        grown = torch.where((growth > 0).all(0) & (total >= enough), total, 0.0)
-        rank = int(grown.argmax())
-        if not grown[rank]:
-            return None
-        self.ends = self.ends[-1:]
-        return Grown(rank, float(whole[0][rank]), float(whole[-1][rank]))
-
-
-class Heat(NamedTuple):
-    """The highest temperature, and how often heat has slowed the processor; 0 if unknown."""
-
-    celsius: float
-    throttled: float
-
-
 class Sensors:
     """The sensors of this rank's device. sys: the folder in which Linux shows them."""
 
@@ -170,17 +135,18 @@ class Sensors:
         cpus = sys / "devices/system/cpu"
         self.counters = sorted(cpus.glob("cpu*/thermal_throttle/package_throttle_count"))
         self._next = 0.0
-        self._last = Heat(0.0, 0.0)
+        self._last = (0.0, 0.0)
         self._throttled_before = sum(map(read_number, self.counters))
 
-    def read(self) -> Heat:
-        """Return the heat now, or that of the last `READ_SECONDS`.
+    def read(self) -> tuple[float, float]:
+        """Return the highest temperature in °C, and how often heat has slowed the processor.
 
-        Slowdowns are counted from the time when this object was made.
+        Both are 0 if unknown, and those of the last `READ_SECONDS`. Slowdowns are counted from the
+        time when this object was made.
         """
         if time.monotonic() >= self._next:
             throttled = sum(map(read_number, self.counters)) - self._throttled_before
-            self._last = Heat(self._temperature(), throttled)
+            self._last = (self._temperature(), throttled)
             self._next = time.monotonic() + READ_SECONDS
         return self._last
 

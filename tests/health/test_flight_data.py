@@ -11,8 +11,8 @@ import torch
 from processes import run_command, torchrun
 from runs import TINY
 
-from ddp_trainer.observers.flight_recorder import MAX_ROWS, FlightRecorder
-from ddp_trainer.observers.hardware import MemoryGrowth, Sensors
+from ddp_trainer.observers.hardware import Hardware, Sensors
+from ddp_trainer.observers.ranks import write_flight_data
 
 CPU = torch.device("cpu")
 LEAKING = str(Path(__file__).with_name("leaking.py"))
@@ -50,34 +50,15 @@ def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -
     assert not (tmp_path / "run/flight").exists()
 
 
-def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
-    recorder = FlightRecorder(tmp_path, ("data", "forward"), rank=3)
-    for step in range(20, 40020, 20):
-        recorder.add(step, [[1 / 64, 3 / 64]] * 20, memory_mb=100.0)
-    recorder.write()
-    found = rows(tmp_path / "flight/rank-00003.jsonl")
-    assert len(found) == MAX_ROWS
-    # half a second, whatever the log points are
-    assert (found[-1]["step"], found[-1]["steps"]) == (
-        40000,
-        8,
-    )
-    assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (
-        15.625,
-        46.875,
-        100.0,
-    )
-
-
 def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "flight").write_text("not a folder")
-    FlightRecorder(tmp_path, ("data",), rank=0).write()
+    write_flight_data(tmp_path, [{"step": 1}], rank=0)
 
 
 def grown(levels: list[list[float]]) -> list[int | None]:
-    growth = MemoryGrowth()
+    hardware = Hardware(Sensors(CPU))
     found = [
-        growth.add(epoch, torch.tensor(level, dtype=torch.float64))
+        hardware.find_growth(torch.tensor(level, dtype=torch.float64), epoch)
         for epoch, level in enumerate(levels)
     ]
     return [one and one[0] for one in found]
