@@ -28,8 +28,8 @@ from ddp_trainer.files import exclude_node, replace_text
 from ddp_trainer.observers.console import EpochLines, ProgressBar, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
-from ddp_trainer.observers.hardware import Hardware, Sensors
 from ddp_trainer.observers.loggers.base import Loggers, build_loggers
+from ddp_trainer.observers.memory import Memory
 from ddp_trainer.observers.pictures import Pictures
 from ddp_trainer.observers.ranks import RankTimes
 from ddp_trainer.observers.step_times import StepTimer, StepTimes
@@ -184,9 +184,7 @@ def build_observers(
     The project's own observers add values to log records, then those of the config; the last one
     passes the records to the loggers.
     """
-    device = training.world.device
-    timer = StepTimer(device, training.model)
-    sensors = Sensors(device)
+    timer = StepTimer(training.world.device, training.model)
     bars: dict[str, Observer] = {}
     if ProgressBar.is_wanted(training.world):
         bar = ProgressBar()
@@ -194,9 +192,9 @@ def build_observers(
         bars["progress_bar"] = bar
     return {
         "failures": monitor,
-        "ranks": RankTimes(timer, sensors),
+        "ranks": RankTimes(timer),
         "step_times": StepTimes(timer),
-        "hardware": Hardware(sensors),
+        "memory": Memory(),
         **bars,
         "epoch_lines": EpochLines(),
         "pictures": Pictures(loggers),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.files import replace_text
-from ddp_trainer.observers.hardware import Sensors, current_memory_mb
+from ddp_trainer.observers.memory import current_memory_mb
 from ddp_trainer.observers.step_times import StepTimer
 from ddp_trainer.observers.stragglers import Straggler, StragglerFinder
 from ddp_trainer.training.phase import OWN_WORK
@@ -35,9 +35,8 @@ class RankTimes(Observer):
     A rank sends the sum of its `StepTimer.own_times` for each block of steps.
     """
 
-    def __init__(self, timer: StepTimer, sensors: Sensors) -> None:
+    def __init__(self, timer: StepTimer) -> None:
         self.timer = timer
-        self.sensors = sensors
         self.hosts: list[str] = []
         self.finder: StragglerFinder | None = None
         """On rank 0, if there are several ranks."""
@@ -50,7 +49,7 @@ class RankTimes(Observer):
         """Each rank's own milliseconds in this launch, float64 [W]."""
         self.num_steps = 0
         self.rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
-        """The flight data: for each log point the mean own times by phase, memory and heat."""
+        """The flight data: for each log point the mean own times by phase, and memory."""
 
     def on_start(self, run: TrainingRun) -> None:
         world = run.world
@@ -63,23 +62,24 @@ class RankTimes(Observer):
 
     def rank_values(self, run: TrainingRun) -> Sequence[float]:
         steps = self.timer.own_times()
-        means = torch.tensor(steps).mean(0).mul(1e3)[: len(PHASES)].tolist()
-        self.rows.append(
-            {
-                "step": run.step,
-                "steps": len(steps),
-                "time": round(time.time(), 3),
-                **{name: round(mean, 3) for name, mean in zip(PHASES, means, strict=True)},
-                "memory_mb": round(current_memory_mb(run.world.device), 1),
-                "celsius": self.sensors.read()[0],
-            }
-        )
-
+        if steps:
+            self.rows.append(self.row(run, steps))
         self.steps += steps
         count = len(self.steps) // self.block_steps * self.block_steps
         whole = torch.tensor(self.steps[:count], dtype=torch.float64)
         del self.steps[:count]
         return whole.view(-1, self.block_steps, 2 * len(PHASES)).sum(1).view(-1).tolist()
+
+    def row(self, run: TrainingRun, steps: list[list[float]]) -> dict[str, Any]:
+        """Return a row of the flight data for `steps`, the own times since the last log point."""
+        means = torch.tensor(steps).mean(0).mul(1e3).tolist()
+        return {
+            "step": run.step,
+            "steps": len(steps),
+            "time": round(time.time(), 3),
+            **{name: round(mean, 3) for name, mean in zip(PHASES, means, strict=False)},
+            "memory_mb": round(current_memory_mb(run.world.device), 1),
+        }
 
     def on_log(self, run: TrainingRun) -> None:
         blocks = run.gathered(self).view(run.world.world_size, -1, 2 * len(PHASES))

@@ -1,12 +1,10 @@
-"""Hardware: the memory of ranks and whether it grows, temperatures, and slowdowns by heat."""
+"""The memory of ranks, and a warning if that of a rank grows."""
 
 import logging
 import os
 import resource
 import socket
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,16 +20,12 @@ GROWTH_EPOCHS = 5
 GROWTH_MB = 64.0
 GROWTH_SHARE = 0.1
 """Growth is enough if it is at least so many MiB, and this share of the memory before it."""
-READ_SECONDS = 10.0
-"""The shortest time between two reads of the sensors' files."""
 
 
-class Hardware(Observer):
-    """Logs peak memory and the highest temperature, and warns about growing memory and heat."""
+class Memory(Observer):
+    """Logs peak memory, and warns about memory that grows in every epoch."""
 
-    def __init__(self, sensors: "Sensors") -> None:
-        self.sensors = sensors
-        self.is_throttled = False
+    def __init__(self) -> None:
         self.hosts: list[str] = []
         self.epoch: int | None = None
         self.memory: list[Tensor] = []
@@ -44,21 +38,17 @@ class Hardware(Observer):
 
     def rank_values(self, run: TrainingRun) -> Sequence[float]:
         device = run.world.device
-        return current_memory_mb(device), peak_memory_mb(device), *self.sensors.read()
+        return current_memory_mb(device), peak_memory_mb(device)
 
     def on_log(self, run: TrainingRun) -> None:
         run.log({"memory/peak_mb": peak_memory_mb(run.world.device)})
         numbers = run.gathered(self)
         if not numbers.numel():
             return
-        memory, peak, celsius, throttled = numbers.unbind(1)
+        memory, peak = numbers.unbind(1)
         run.log({"memory/max_peak_mb": float(peak.max()), "memory/max_rank": int(peak.argmax())})
-        if celsius.any():
-            run.log({"temperature/max_celsius": float(celsius.max())})
-            run.log({"temperature/max_rank": int(celsius.argmax())})
         if run.world.is_main:
             self.warn_of_growth(memory, run.epoch)
-            self.warn_of_heat(throttled)
 
     def warn_of_growth(self, memory_mb: Tensor, epoch: int) -> None:
         """Log a warning for a rank whose memory grows in every epoch. memory_mb: float64 [W]."""
@@ -100,13 +90,6 @@ class Hardware(Observer):
         self.memory = self.memory[-1:]
         return rank, float(whole[0][rank]), float(whole[-1][rank])
 
-    def warn_of_heat(self, throttled: Tensor) -> None:
-        """Log once that heat slows down a processor. throttled: float64 [W], how often it did."""
-        if throttled.any() and not self.is_throttled:
-            self.is_throttled = True
-            host = self.hosts[int(throttled.argmax())]
-            logger.warning("the processor of %s is slowed down by heat", host)
-
 
 def peak_memory_mb(device: torch.device) -> float:
     """Return this rank's peak in MiB: on a GPU what torch allocated, else resident memory."""
@@ -124,43 +107,3 @@ def current_memory_mb(device: torch.device) -> float:
     except (OSError, ValueError, IndexError):  # not Linux
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
-
-
-class Sensors:
-    """The sensors of this rank's device. sys: the folder in which Linux shows them."""
-
-    def __init__(self, device: torch.device, *, sys: Path = Path("/sys")) -> None:
-        self.device = device
-        self.thermometers = sorted(sys.glob("class/thermal/thermal_zone*/temp"))
-        cpus = sys / "devices/system/cpu"
-        self.counters = sorted(cpus.glob("cpu*/thermal_throttle/package_throttle_count"))
-        self._next = 0.0
-        self._last = (0.0, 0.0)
-        self._throttled_before = sum(map(read_number, self.counters))
-
-    def read(self) -> tuple[float, float]:
-        """Return the highest temperature in °C, and how often heat has slowed the processor.
-
-        Both are 0 if unknown, and those of the last `READ_SECONDS`. Slowdowns are counted from the
-        time when this object was made.
-        """
-        if time.monotonic() >= self._next:
-            throttled = sum(map(read_number, self.counters)) - self._throttled_before
-            self._last = (self._temperature(), throttled)
-            self._next = time.monotonic() + READ_SECONDS
-        return self._last
-
-    def _temperature(self) -> float:
-        if self.device.type == "cuda":
-            with suppress(Exception):  # torch asks NVIDIA's library, whose package may be missing
-                return float(torch.cuda.temperature(self.device))
-            return 0.0
-        return max(map(read_number, self.thermometers), default=0.0) / 1e3
-
-
-def read_number(path: Path) -> float:
-    """Return the number in a file; 0 if it cannot be read, for example because a sensor is off."""
-    try:
-        return float(path.read_text())
-    except (OSError, ValueError):
-        return 0.0
