@@ -12,16 +12,16 @@ SECONDS_PER_LINE = 30.0
 
 @contextmanager
 def show_progress(
-    task: str, *, total: int | None = None, done: int = 0, prints_lines: bool = True
+    task: str, *, total: int | None = None, done: int = 0
 ) -> Iterator[Callable[[int], None]]:
     """Show the progress of `task` from `done` to `total` items inside the context.
 
-    Yields a function that takes the number of newly finished items. prints_lines: print a line
-    every `SECONDS_PER_LINE` where there is no terminal.
+    Yields a function that takes the number of newly finished items. Without a terminal, it prints
+    a line every `SECONDS_PER_LINE`.
     """
     console = get_console()
     if not console.is_terminal:
-        yield _line_printer(task, total, done) if prints_lines else lambda count: None
+        yield _line_printer(task, total, done)
         return
 
     columns = (

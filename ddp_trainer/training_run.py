@@ -28,15 +28,12 @@ from ddp_trainer.distributed.world import World
 from ddp_trainer.files import exclude_node, replace_text
 from ddp_trainer.observers.console import EpochLines, ProgressBar, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
-from ddp_trainer.observers.flight_recorder import FlightRecorder
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
-from ddp_trainer.observers.hardware import Hardware, Sensors
-from ddp_trainer.observers.loggers.base import LoggerGroup, build_loggers
+from ddp_trainer.observers.loggers.base import Loggers, build_loggers
+from ddp_trainer.observers.memory import Memory
 from ddp_trainer.observers.pictures import Pictures
-from ddp_trainer.observers.ranks import PHASES, RankTimes
-from ddp_trainer.observers.records import Records
+from ddp_trainer.observers.ranks import RankTimes
 from ddp_trainer.observers.step_times import StepTimer, StepTimes
-from ddp_trainer.observers.utilization import Utilization
 from ddp_trainer.runtime import disable_gc
 from ddp_trainer.start import Start, start
 from ddp_trainer.training.control import ControlPoint
@@ -186,21 +183,14 @@ def build_metrics(configs: Mapping[str, MetricConfig]) -> dict[str, Metric]:
 
 
 def build_observers(
-    training: TrainingRun, monitor: FailureMonitor, loggers: LoggerGroup, stack: ExitStack
+    training: TrainingRun, monitor: FailureMonitor, loggers: Loggers, stack: ExitStack
 ) -> dict[str, Observer]:
     """Return all observers by name, in the order in which they are called.
 
     The project's own observers add values to log records, then those of the config; the last one
     passes the records to the loggers.
     """
-    step = training.train_step
-    device = training.world.device
-    timer = StepTimer(device, step.model)
-    utilization = Utilization(
-        step.model, training.loaders.image_shape, device=device, dtype=step.settings.autocast_dtype
-    )
-    sensors = Sensors(device)
-    recorder = FlightRecorder(training.run_dir, PHASES, rank=training.world.rank)
+    timer = StepTimer(training.world.device, training.model)
     own = dict(training.config.observer)
     if training.config.report:
         own.setdefault("report", ReportConfig())
@@ -211,14 +201,14 @@ def build_observers(
         bars["progress_bar"] = bar
     return {
         "failures": monitor,
-        "ranks": RankTimes(timer, sensors, recorder),
-        "step_times": StepTimes(timer, utilization, num_devices=step.sync.num_devices),
-        "hardware": Hardware(sensors),
+        "ranks": RankTimes(timer),
+        "step_times": StepTimes(timer),
+        "memory": Memory(),
         **bars,
         "epoch_lines": EpochLines(),
         "pictures": Pictures(loggers),
         **build_own_observers(own),
-        "records": Records(loggers),
+        "loggers": loggers,
     }
 
 

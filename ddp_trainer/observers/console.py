@@ -1,18 +1,15 @@
-"""The console, with log messages of rank 0, warnings of other ranks and a progress bar; train.log,
-of rank 0 only.
-"""
+"""The console, with messages of rank 0, warnings of other ranks, a progress bar; and train.log."""
 
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from rich import get_console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ddp_trainer.distributed.world import World
-from ddp_trainer.training.phase import Phase
+from ddp_trainer.progress import show_progress
 from ddp_trainer.training.run import Observer, TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -20,14 +17,10 @@ PACKAGE = logging.getLogger("ddp_trainer")
 
 
 class DroppedHandler(logging.Handler):
-    """A handler that removes itself if it cannot write: a closed terminal or a full disk never ends
-    a training.
-    """
+    """A handler that removes itself if it cannot write, because training goes on without it."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Remove this handler, and log a warning to the other handlers. `emit` calls this in an
-        except clause.
-        """
+        """Remove this handler, and log a warning to the others; called in an except clause."""
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # rich raises it for a pipe without a reader
             error = error.__context__
@@ -41,9 +34,7 @@ class DroppedHandler(logging.Handler):
 
 
 class ConsoleHandler(DroppedHandler):
-    """Prints through rich's console, so that messages and a live progress bar do not mix; lines are
-    not wrapped.
-    """
+    """Prints through rich's console, so that messages and a live progress bar do not mix."""
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "yellow" if record.levelno == logging.WARNING else None
@@ -61,17 +52,18 @@ class LogFileHandler(DroppedHandler, logging.FileHandler):
 
 @contextmanager
 def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
-    """Inside the context, send the package's messages to the console and, on rank 0, to train.log
-    in `run_dir`.
-    """
-    handlers: list[DroppedHandler] = [ConsoleHandler()]
-    handlers[0].set_name("the console")
+    """Send the package's messages to the console and, on rank 0, to train.log in `run_dir`."""
+    console = ConsoleHandler()
+    console.set_name("the console")
+    handlers: list[DroppedHandler] = [console]
     if rank == 0:
-        handlers.append(LogFileHandler(run_dir / "train.log", encoding="utf-8"))
-        handlers[1].set_name(str(run_dir / "train.log"))
-        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        path = run_dir / "train.log"
+        file = LogFileHandler(path, encoding="utf-8")
+        file.set_name(str(path))
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handlers.append(file)
     else:
-        handlers[0].setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        console.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
     PACKAGE.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     for handler in handlers:
         PACKAGE.addHandler(handler)
@@ -99,10 +91,11 @@ class EpochLines(Observer):
 
 
 class ProgressBar(Observer):
-    """Shows a bar of the epoch's steps on a terminal."""
+    """Shows a bar of the epoch's steps on a terminal, up to the evaluation."""
 
     def __init__(self) -> None:
-        self.bar: Progress | None = None
+        self.stack = ExitStack()
+        self.close = self.stack.close
 
     @staticmethod
     def is_wanted(world: World) -> bool:
@@ -110,30 +103,13 @@ class ProgressBar(Observer):
         return world.is_main and get_console().is_terminal
 
     def on_epoch(self, run: TrainingRun) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
         text = f"epoch {run.epoch + 1}/{run.config.epochs}"
         done = run.step % run.steps_per_epoch
-        self.bar = Progress(*columns, console=get_console(), transient=True)
-        self.task = self.bar.add_task(text, total=run.steps_per_epoch, completed=done)
-        with suppress(OSError):  # the terminal was closed
-            self.bar.start()
+        bar = show_progress(text, total=run.steps_per_epoch, done=done)
+        self.advance = self.stack.enter_context(bar)
 
     def on_step(self, run: TrainingRun) -> None:
-        if self.bar is not None:
-            self.bar.advance(self.task)
+        self.advance(1)
 
-    def on_phase(self, run: TrainingRun, phase: Phase) -> None:
-        if phase is Phase.evaluation:
-            self.close()
-
-    def close(self) -> None:
-        """Remove the bar; to be called at the end of a launch, however it ends."""
-        if self.bar is not None:
-            with suppress(OSError):
-                self.bar.stop()
-        self.bar = None
+    def on_evaluation(self, run: TrainingRun) -> None:
+        self.close()

@@ -3,7 +3,7 @@
 import platform
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ddp_trainer.config.errors import require
-from ddp_trainer.sync.base import start_exchange
+from ddp_trainer.sync.base import start_exchange, wait_for
 from ddp_trainer.sync.buffers import preserved_buffers
 from ddp_trainer.sync.fingerprint import DesynchronizedError, bit_sum, rank_outside_majority
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """By dtype: the largest difference of two sums over a gradient, divided by its norm."""
+Shifted = tuple[list[dist.Work], Tensor, Tensor]
+"""Requests to wait for, then images and labels, which are valid after them."""
 TAG = 1
 """The tag of this check's messages, which keeps them apart from those of the strategy."""
 
@@ -72,7 +74,7 @@ class GradientCheck:
         """The last step that was checked, or that after which this launch began."""
         self._prints: dict[Tensor, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
-        self._batch: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self._batch: Shifted | None = None
 
     def is_due(self) -> bool:
         """Return whether to check the next step: every `every_steps` steps.
@@ -117,7 +119,7 @@ class GradientCheck:
             hook.remove()
         self.checked = self.step.count + 1
         own = self.combine([self._prints.get(parameter) for parameter in self.parameters])
-        again = self.recompute(*self._batch(), shift=1)
+        again = self.recompute(self._batch, shift=1)
         self._batch = None
         model = exact_bit_sum(self.parameters)
         table = torch.stack(self.world.all_gather(torch.cat([own, again, model]))).cpu()
@@ -129,7 +131,7 @@ class GradientCheck:
         pairs = zip(owns, agains, strict=True)
         differing = [rank for rank, pair in enumerate(pairs) if not self.are_equal(*pair)]
         if differing:
-            again = self.recompute(*self.start_shift(images, labels, shift=2)(), shift=2)
+            again = self.recompute(self.start_shift(images, labels, shift=2), shift=2)
             third = torch.stack(self.world.all_gather(again)).cpu().roll(-2, 0)
             self.decide(owns, agains, third, differing)
 
@@ -141,18 +143,17 @@ class GradientCheck:
         that of rank r + 2 (modulo W). differing: the numbers of the rows in which `own` and
         `second` differ.
         """
-        votes: Counter[int] = Counter()
+        votes: Counter[int | None] = Counter()
         ranks = self.world.world_size
         for rank in differing:
             if self.are_equal(second[rank], third[rank]):
                 votes[rank] += 1
             elif ranks > 2:
-                is_own_good = self.are_equal(own[rank], third[rank])
-                votes.update([(rank + 1) % ranks] if is_own_good else [rank, (rank + 1) % ranks])
-        (rank, count), *others = [*votes.most_common(), (None, 0)]
-        is_clear = others != [] and others[0][1] < count
+                votes[(rank + 1) % ranks] += 1
+                votes[rank] += not self.are_equal(own[rank], third[rank])
+        (rank, count), (_, next_count), *_ = [*votes.most_common(2), (None, 0), (None, 0)]
         self.fail(
-            rank if is_clear else None,
+            rank if count > next_count else None,
             "computed another gradient than other ranks from the same images",
         )
 
@@ -167,34 +168,27 @@ class GradientCheck:
             rank,
         )
 
-    def start_shift(
-        self, images: Tensor, labels: Tensor, *, shift: int
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin to send the batch to rank r + `shift`, where r is this rank.
+    def start_shift(self, images: Tensor, labels: Tensor, *, shift: int) -> Shifted:
+        """Begin to send the batch to rank r + `shift`, and to receive that of rank r - `shift`.
 
-        Returns a function that waits for the batch of rank r - `shift`, and returns it.
-        images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
+        r is this rank. images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
         """
         rank = self.world.rank
         ranks = self.world.world_size
         source = (rank - shift) % ranks
         target = (rank + shift) % ranks
         if source == rank:
-            return lambda: (images, labels)
+            return [], images, labels
         length = len(range(source, self.step.settings.global_batch_size, ranks))
         image_operations, received_images = transfer(images, length, source=source, target=target)
         label_operations, received_labels = transfer(labels, length, source=source, target=target)
         requests = start_exchange([*image_operations, *label_operations])
+        return requests, received_images, received_labels
 
-        def wait() -> tuple[Tensor, Tensor]:
-            for request in requests:
-                request.wait()
-            return received_images, received_labels
-
-        return wait
-
-    def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
+    def recompute(self, batch: Shifted, *, shift: int) -> Tensor:
         """Return `combine` of the gradient of the batch of rank r - `shift`; r is this rank."""
+        requests, images, labels = batch
+        wait_for(requests)
         step = self.step
         source = (self.world.rank - shift) % self.world.world_size
         step.seed(rank=source)
@@ -253,29 +247,21 @@ def transfer(
     mine: [B, …]. The second result is the received tensor, [length, …] in the memory format of
     `mine`, valid after the operations.
     """
+    # A dense copy is sent as its memory, so that the received batch has the same strides.
+    sent = torch.empty_like(mine).copy_(mine)
     shape = (length, *mine.shape[1:])
-    received = torch.empty(shape, dtype=mine.dtype, device=mine.device)
-    out = mine
-    into = received
-    # With one channel both formats are contiguous, and only the strides show which one it is.
-    if mine.ndim == 4 and mine.stride(1) == 1:
-        received = torch.empty_like(received, memory_format=torch.channels_last)
-        out = mine.permute(0, 2, 3, 1)
-        into = received.permute(0, 2, 3, 1)
+    strides = (mine[0].numel(), *sent.stride()[1:])
+    received = torch.empty_strided(shape, strides, dtype=mine.dtype, device=mine.device)
+    out, into = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (sent, received))
     receive = dist.P2POp(dist.irecv, into, source, tag=TAG)
-    return [receive, dist.P2POp(dist.isend, out.contiguous(), target, tag=TAG)], received
+    return [receive, dist.P2POp(dist.isend, out, target, tag=TAG)], received
 
 
 def machine(device: torch.device) -> str:
     """Return what decides how `device` rounds: its model; for a CPU also instructions, threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    info = Path("/proc/cpuinfo")  # on Linux
+    lines = info.read_text().splitlines() if info.exists() else [platform.machine()]
+    model = next((line for line in lines if line.startswith("model name")), lines[0])
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

@@ -1,20 +1,17 @@
-"""Pictures for the loggers: the first batch as the model sees it, class sizes, confusion matrix and
-worst mistakes.
-"""
+"""Pictures for the loggers: the first batch, class sizes, confusion matrix and worst mistakes."""
 
 import logging
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.data.readers import read_images
-from ddp_trainer.observers.loggers.base import LoggerGroup
+from ddp_trainer.observers.loggers.base import Loggers
 from ddp_trainer.scores.pictures import (
     BLACK,
     BLUE,
@@ -43,12 +40,12 @@ NUMBERS = 60
 class Pictures(Observer):
     """Records the first batch and the class sizes, then confusion matrices and mistakes."""
 
-    def __init__(self, loggers: LoggerGroup) -> None:
+    def __init__(self, loggers: Loggers) -> None:
         self.loggers = loggers
 
-    def on_step(self, run: TrainingRun) -> None:
-        if run.step == 1 and run.batch is not None:
-            log_pictures(self.loggers, run.loaders, run.batch.images, run_dir=run.run_dir)
+    def on_epoch(self, run: TrainingRun) -> None:
+        if run.step == 0 and self.loggers.loggers:
+            self.record("first batch", partial(self.first_batch, run))
 
     def on_evaluation(self, run: TrainingRun) -> None:
         # After epochs 1, 2, 4, 8 and so on: a long run gets few of these large pictures.
@@ -56,68 +53,62 @@ class Pictures(Observer):
         is_wanted = bool(run.config.logger) and (is_power_of_two or run.step >= run.last_step)
         if is_wanted and run.results is not None:
             rows = run.results.gather(run.world)
-            log_scores(self.loggers, run.loaders, rows, run.step)
+            if self.loggers.loggers and len(rows):
+                self.record("evaluation", partial(self.scores, run, rows))
 
+    def record(self, name: str, function: Callable[[], None]) -> None:
+        """Call `function`; a failure logs a warning with `name`.
 
-def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_dir: Path) -> None:
-    """Record a picture of the first `images`, float [B, C, H, W], and, if known, a chart of the
-    sizes of classes.
+        The reader or the labels of a plug-in may raise anything, and an error on one rank would
+        hang the others.
+        """
+        try:
+            function()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("the pictures of the %s were not recorded: %s", name, reason)
 
-    The tags are ``train/first_batch`` and ``train/class_sizes``. Both are also written as PNG files
-    to pictures/.
-    """
-    if not loggers.loggers:
-        return
-    try:
+    def first_batch(self, run: TrainingRun) -> None:
+        """Record ``train/first_batch``, as the model sees it, and ``train/class_sizes`` if known.
+
+        Both are also written to pictures/ in the run directory.
+        """
+        loaders = run.loaders
+        images = next(iter(loaders.train)).images[:MAX_IMAGES].cpu()
         mean = loaders.preprocessing["mean"]
         std = loaders.preprocessing["std"]
-        pictures = {"first_batch": grid_png(images[:MAX_IMAGES].cpu(), mean=mean, std=std)}
+        pictures = {"first_batch": grid_png(images, mean=mean, std=std)}
         if loaders.class_counts is not None:
             counts = loaders.class_counts.tolist()
             pictures["class_sizes"] = bars_png(loaders.class_names, counts)
-        folder = run_dir / "pictures"
+        folder = run.run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for name, content in pictures.items():
-            loggers.image(f"train/{name}", content, 0)
+            self.loggers.call("image", f"train/{name}", content, 0)
             (folder / f"{name}.png").write_bytes(content)
-    # a plug-in's labels may raise anything, and an error on one rank would hang the others
-    except Exception as error:
-        logger.warning(
-            "the pictures of the first batch were not recorded: %s: %s", type(error).__name__, error
-        )
 
+    def scores(self, run: TrainingRun, rows: Tensor) -> None:
+        """Record ``eval/confusion_matrix``, and in ``eval/mistakes`` those with the largest losses.
 
-def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) -> None:
-    """Record ``eval/confusion_matrix`` and ``eval/mistakes``, the wrongly classified images with
-    the largest losses.
-
-    rows: the result of `SampleResults.gather`, float64 [N, 6].
-    """
-    if not loggers.loggers or not len(rows):
-        return
-    names = loaders.class_names
-    scores = Scores(rows, loaders.class_names)
-    try:
-        loggers.image("eval/confusion_matrix", confusion_png(scores.confusion, names), step)
+        rows: the result of `SampleResults.gather`, float64 [N, 6].
+        """
+        names = run.loaders.class_names
+        scores = Scores(rows, names)
+        confusion = confusion_png(scores.confusion, names)
+        self.loggers.call("image", "eval/confusion_matrix", confusion, run.step)
         worst = scores.mistakes()[:MAX_MISTAKES]
-        if len(worst):
-            pixels = read_images(loaders.eval.reader, ids_of(worst))
-            captions = [
-                (names[int(row[PREDICTION])], f"is {names[int(row[LABEL])]}")
-                for row in worst.tolist()
-            ]
-            loggers.image("eval/mistakes", captioned_png(list(pixels.cpu()), captions), step)
-    # a plug-in's reader may raise anything, and an error on one rank would hang the others
-    except Exception as error:
-        logger.warning(
-            "the pictures of the evaluation were not recorded: %s: %s", type(error).__name__, error
-        )
+        if not len(worst):
+            return
+        pixels = read_images(run.loaders.eval.reader, ids_of(worst))
+        captions = [
+            (names[int(row[PREDICTION])], f"is {names[int(row[LABEL])]}") for row in worst.tolist()
+        ]
+        mistakes = captioned_png(list(pixels.cpu()), captions)
+        self.loggers.call("image", "eval/mistakes", mistakes, run.step)
 
 
 def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> bytes:
-    """Return a PNG grid of normalized `images`, float [B, C, H, W]. Unless C is 1 or 3, only
-    channel 0 is shown.
-    """
+    """Return a PNG grid of normalized `images`, float [B, C, H, W]; for C = 2 or > 3, channel 0."""
     pixels = images * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
     pixels = pixels if pixels.shape[1] in (1, 3) else pixels[:, :1]
     grid = make_grid(pixels.clamp(0, 1), nrow=math.ceil(math.sqrt(len(images))))
@@ -125,9 +116,7 @@ def grid_png(images: Tensor, *, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def bars_png(names: Sequence[str], counts: Sequence[int]) -> bytes:
-    """Return a PNG with a bar per class, largest first; only the largest and smallest if more than
-    `MAX_CLASSES`.
-    """
+    """Return a PNG with a bar per class, largest first; at most `MAX_CLASSES`, at both ends."""
     rows = sorted(zip(counts, names, strict=True), reverse=True)
     if len(rows) > MAX_CLASSES:
         rows = [*rows[: MAX_CLASSES // 2], *rows[-MAX_CLASSES // 2 :]]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_trainer.distributed.waiting import waiting
-from ddp_trainer.observers.hardware import reset_peak_memory
-from ddp_trainer.observers.utilization import Utilization
+from ddp_trainer.observers.utilization import utilization_per_rate
 from ddp_trainer.training.phase import OWN_WORK, TAGS, Phase
 from ddp_trainer.training.run import Observer, TrainingRun
 
@@ -115,55 +114,41 @@ class StepTimer:
 class StepTimes(Observer):
     """Logs the images per second, the time of a step by phase, and the utilization."""
 
-    def __init__(self, timer: StepTimer, utilization: Utilization, *, num_devices: int) -> None:
-        """num_devices: the number of devices that this rank trains on."""
+    def __init__(self, timer: StepTimer) -> None:
         self.timer = timer
-        self.utilization = utilization
-        self.num_devices = num_devices
-        self.epoch_seconds: list[float] = []
-        self.epoch_began: float | None = None
-        """When the epoch began; None if this launch has not trained it from its first step."""
+        self.utilization: dict[str, float] = {}
+        """The utilization by name at one image per second over all ranks."""
+
+    def on_start(self, run: TrainingRun) -> None:
+        step = run.train_step
+        per_device = utilization_per_rate(
+            step.model,
+            run.loaders.image_shape,
+            device=run.world.device,
+            dtype=step.settings.autocast_dtype,
+        )
+        num_devices = run.world.world_size * step.sync.num_devices
+        self.utilization = {name: value / num_devices for name, value in per_device.items()}
 
     def on_epoch(self, run: TrainingRun) -> None:
-        is_first_step = run.step % run.steps_per_epoch == 0
-        self.epoch_began = time.perf_counter() if is_first_step else None
         self.timer.restart()  # evaluation and saving are not part of a step
 
     def on_phase(self, run: TrainingRun, phase: Phase) -> None:
         self.timer.enter(phase)
 
     def on_log(self, run: TrainingRun) -> None:
-        if self.epoch_began is not None and run.step % run.steps_per_epoch == 0:
-            self.epoch_seconds.append(time.perf_counter() - self.epoch_began)
         run.log(self.timer.close_window(run.config.global_batch_size))
         rate = self.timer.rates[-1]
-        shares = self.utilizations(rate / (run.world.world_size * self.num_devices))
         run.log({"throughput/images_per_second_per_rank": rate / run.world.world_size})
-        run.log({f"throughput/{name}": v for name, v in shares.items() if v is not None})
-        if len(self.timer.rates) == 1:
-            # A matrix product has been measured, which must not count for the next window.
-            self.timer.restart()
-            reset_peak_memory(run.world.device)
-
-    def utilizations(self, rate: float) -> dict[str, float | None]:
-        """Return ``matmul_utilization`` and ``mfu`` at `rate` images per second and device.
-
-        They are the training's FLOP/s, divided by those of a matrix product and by the GPU's peak.
-        """
-        return {
-            "matmul_utilization": self.utilization.of_matmul(rate),
-            "mfu": self.utilization.mfu(rate),
-        }
+        run.log({f"throughput/{name}": rate * value for name, value in self.utilization.items()})
 
     def summary_values(self, run: TrainingRun) -> Mapping[str, Any]:
         rate = self.timer.median_rate()
         if rate is None:
             return {}
+        values = {name: rate * value for name, value in self.utilization.items()}
         seconds = run.steps_per_epoch * run.config.global_batch_size / rate
-        if self.epoch_seconds:
-            seconds = statistics.median_high(self.epoch_seconds)
-        shares = self.utilizations(rate / (run.world.world_size * self.num_devices))
-        return {"images_per_second": rate, "seconds_per_epoch": seconds, **shares}
+        return {"images_per_second": rate, "seconds_per_epoch": seconds, **values}
 
 
 def elapsed(start: Instant, end: Instant) -> float:

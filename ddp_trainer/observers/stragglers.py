@@ -122,13 +122,12 @@ class StragglerFinder:
             for length, window in windows.items()
             if (rank := self._slow_rank(window)) is not None
         ]
-        if slow or self.found is not None:
-            length, rank = (
-                slow[0] if slow or self.found is None else (self._length, self.found.rank)
-            )
-            self._name(
-                rank, level(windows[length])[rank], first=self._samples[-length], length=length
-            )
+        if self.found is not None:
+            slow.append((self._length, self.found.rank))
+        if slow:
+            length, rank = slow[0]
+            slowdown = level(windows[length])[rank]
+            self._name(rank, slowdown, first=self._samples[-length], length=length)
         else:
             for length, window in windows.items():
                 self._past[length].append(level(window))
@@ -157,11 +156,8 @@ class StragglerFinder:
         before = torch.stack(past)
         usual = before.quantile(0.5, 0)
         is_slow &= excess >= usual.clamp(max=0) + NOISE_FACTOR * (before.quantile(0.9, 0) - usual)
-        return (
-            int(torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax())
-            if is_slow.any()
-            else None
-        )
+        slowest = torch.where(is_slow.any(1), excess[:, -1], -1.0).argmax()
+        return int(slowest) if is_slow.any() else None
 
     def _name(self, rank: int, slowdown: Tensor, *, first: Sample, length: int) -> None:
         """Set `found` to `rank` and its slow phase. slowdown: mean of `length` samples from `first`
@@ -170,12 +166,9 @@ class StragglerFinder:
         since = first.begin
         named = first.longest
         if self.found is None:
-            for (
-                past_length,
-                past,
-            ) in self._past.items():  # the last windows have samples of the slow rank
+            for past_length, past in self._past.items():
                 for _ in range(min(past_length, len(past))):
-                    past.pop()
+                    past.pop()  # because these windows have samples of the slow rank
         elif self.found.rank == rank:
             since = self.found.since
             named = self.phases.index(self.found.phase)

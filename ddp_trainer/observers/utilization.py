@@ -1,5 +1,4 @@
-"""Utilization: the floating-point operations per second of the training, divided by those of the
-hardware.
+"""Utilization: the operations per second of the training, divided by those of the hardware.
 
 Divided by the rated peak of a GPU, it is model FLOPs utilization (MFU). Divided by the speed of a
 matrix product that is measured on the same GPU or CPU, it is called matmul utilization here.
@@ -9,7 +8,7 @@ Source: Chowdhery et al., PaLM, 2022 (arXiv 2204.02311), appendix B.
 
 import copy
 import logging
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import nn
@@ -39,71 +38,43 @@ If a sheet gives the peak with sparsity, it is half of that. A GPU is the first 
 are all in the name of the GPU, for example NVIDIA A100-SXM4-80GB.
 """
 BEFORE_AMPERE = ("V100 PCIE", "V100", "T4")
-"""The GPUs that multiply neither bfloat16 nor TF32; the others multiply TF32 at half the rate of
-16-bit numbers.
-"""
+"""GPUs with neither bfloat16 nor TF32; the others multiply TF32 at half the rate of 16 bits."""
 
 
-class Utilization:
-    """The share of a device's peak that training uses. Operations and speeds are measured when
-    first needed.
+def utilization_per_rate(
+    model: nn.Module,
+    image_shape: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> dict[str, float]:
+    """Return ``matmul_utilization`` and ``mfu`` of a device that trains one image per second.
+
+    A name is left out if its value is unknown. All ranks call this together, because the speed of
+    a matrix product depends on what the other ranks of a host do.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        image_shape: tuple[int, ...],
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.model = model
-        self.image_shape = image_shape
-        self.device = device
-        self.dtype = dtype or torch.float32
-
-    @cached_property
-    def flops_per_image(self) -> float | None:
-        """Floating-point operations of forward and backward for one image; None if they cannot be
-        counted.
-        """
-        try:
-            return training_flops(self.model, self.image_shape)
-        # a plug-in's model may need values, or a device, and raise anything without them
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            logger.info(
-                "utilization is unknown: the operations of the model cannot be counted (%s)", reason
-            )
-            return None
-
-    def of_matmul(self, images_per_second: float) -> float | None:
-        """Return training FLOP/s divided by `measure_matmul`'s; None if unknown. All ranks call
-        this together.
-        """
-        if self.flops_per_image is None:
-            return None
-        tf32 = torch.backends.cudnn.allow_tf32
-        num_threads = torch.get_num_threads()
-        peak = measure_matmul(self.device, self.dtype, tf32=tf32, num_threads=num_threads)
-        return images_per_second * self.flops_per_image / peak
-
-    def mfu(self, images_per_second: float) -> float | None:
-        """Return the model FLOPs utilization; None if the operations or the rated peak are
-        unknown.
-        """
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        peak = rated_peak(name, self.dtype, tf32=torch.backends.cudnn.allow_tf32)
-        return (
-            images_per_second * self.flops_per_image / peak
-            if peak and self.flops_per_image
-            else None
+    dtype = dtype or torch.float32
+    try:
+        flops = training_flops(model, image_shape)
+    # a plug-in's model may need values, or a device, and raise anything without them
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        logger.info(
+            "utilization is unknown: the operations of the model cannot be counted (%s)", reason
         )
+        return {}
+    tf32 = torch.backends.cudnn.allow_tf32
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    num_threads = torch.get_num_threads()
+    peaks = {
+        "matmul_utilization": measure_matmul(device, dtype, tf32=tf32, num_threads=num_threads),
+        "mfu": rated_peak(name, dtype, tf32=tf32),
+    }
+    return {name: flops / peak for name, peak in peaks.items() if peak is not None}
 
 
 def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the rated operations per second of the GPU called `name`; None if unknown, or for a
-    part of a GPU (MIG).
+    """Return the rated operations per second of a GPU; None if unknown, or for a part (MIG).
 
     With `tf32`, float32 means TF32, because cuDNN by default computes the convolutions of float32
     tensors in TF32.
@@ -119,9 +90,7 @@ def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
 
 
 def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
-    """Return the operations of forward and backward for an image [C, H, W]; a multiply-add counts
-    as two.
-    """
+    """Return the operations of forward and backward for an image; a multiply-add counts as two."""
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton if it is installed
 
     twin = copy.deepcopy(model).to("meta")  # shapes without values
@@ -135,10 +104,10 @@ def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
 def measure_matmul(
     device: torch.device, dtype: torch.dtype, *, tf32: bool, num_threads: int
 ) -> float:
-    """Return the operations per second of a matrix product (the median of five); if `tf32`, float32
-    is done in TF32.
+    """Return the operations per second of a matrix product, the median of five.
 
-    `num_threads`, the number of threads that torch uses now, is part of the cache's key.
+    tf32: compute float32 in TF32. num_threads: the number of threads that torch uses now, which is
+    part of the cache's key.
     """
     # many CPUs are slow in float16
     size = 8192 if device.type == "cuda" else 256 if dtype is torch.float16 else 1024

@@ -17,12 +17,10 @@ class AllReduceSync(GradientSync):
     """Averages gradients over ranks by all-reduce calls after backward."""
 
     def before_step(self) -> None:
-        if self.world.world_size == 1:
-            return
         gradients = self.gradients()
         if self.config.bucket is Bucket.parameter:
             for gradient in gradients:
                 self.world.all_reduce(gradient).div_(self.world.world_size)
-            return
-        flat = flatten(gradients)
-        unflatten(self.world.all_reduce(flat).div_(self.world.world_size), gradients)
+        else:
+            mean = self.world.all_reduce(flatten(gradients)).div_(self.world.world_size)
+            unflatten(mean, gradients)

@@ -42,12 +42,8 @@ class GradientSync:
         return model
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of all parameters that have one; frozen and unused parameters have
-        none.
-        """
-        return [
-            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
-        ]
+        """Return the gradients of all parameters that have one."""
+        return gradients_of(self.model)
 
     def begin(self) -> None:
         """Prepare for the first step of a launch; the model has its initial or restored parameters
@@ -69,7 +65,7 @@ class GradientSync:
         """Return the 2-norm of the gradients of `model`, a scalar; the same on every rank, except
         in local_sgd.
         """
-        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return nn.utils.get_total_norm(gradients_of(model))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """After the optimizer's step, make parameters equal on every rank; if not,
@@ -86,6 +82,11 @@ class GradientSync:
         this.
         """
         return optimizer.state_dict()
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of all parameters; frozen and unused parameters have none."""
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_trainer.sync.base import GradientSync
+from ddp_trainer.sync.base import GradientSync, gradients_of
 from ddp_trainer.sync.key_value_store import KeyValueStore
 
 
@@ -34,46 +34,35 @@ class ParameterServerSync(GradientSync):
         sums = self.store.push(
             {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
         )
-        for (
-            key,
-            parameter,
-        ) in self.parameters.items():  # an optimizer skips a parameter without a gradient
+        for key, parameter in self.parameters.items():
+            # an optimizer skips a parameter without a gradient
             parameter.grad = sums[key].div_(self.world.world_size) if key in sums else None
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        # empty on a rank without keys
-        mine = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(mine) if mine else torch.zeros((), device=self.world.device)
+        nothing = torch.zeros(1, device=self.world.device)  # a rank may own no key
+        norm = nn.utils.get_total_norm([nothing, *gradients_of(model)])
         return self.world.all_reduce(norm.square()).sqrt()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.store.pull({key: p.detach() for key, p in self.parameters.items() if p.requires_grad})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return every parameter's state, gathered from its owner, because a resumed run may have
-        other owners.
-        """
+        """Return the state of all parameters, because a resumed run may have other owners."""
         whole = optimizer.state_dict()
         keys = {parameter: key for key, parameter in self.parameters.items()}
-        ordered = [
-            keys[parameter] for group in optimizer.param_groups for parameter in group["params"]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owned = [index for index, p in enumerate(parameters) if self.store.owned(keys[p])]
+        described = [
+            (index, name, str(value.dtype).removeprefix("torch."), list(value.shape))
+            for index in owned
+            for name, value in whole["state"].get(index, {}).items()
         ]
-        mine = {
-            index: whole["state"].get(index, {})
-            for index, key in enumerate(ordered)
-            if self.store.owned(key)
-        }
-        shapes = {
-            i: {name: [str(v.dtype), *v.shape] for name, v in entry.items()}
-            for i, entry in mine.items()
-        }
-        whole["state"] = {}
-        for rank, described in enumerate(self.world.all_gather_object(shapes)):
-            for index, entry in described.items():
-                for name, (dtype, *shape) in entry.items():
-                    empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-                    value = mine[int(index)][name] if rank == self.world.rank else empty
-                    value = value.to(self.world.device).contiguous()
-                    value = self.world.broadcast(value, source=rank)
-                    whole["state"].setdefault(int(index), {})[name] = value
-        return whole
+        state: dict[int, dict[str, Tensor]] = {}
+        for rank, tensors in enumerate(self.world.all_gather_object(described)):
+            for index, name, dtype, shape in tensors:
+                value = torch.empty(shape, dtype=getattr(torch, dtype))
+                if rank == self.world.rank:
+                    value = whole["state"][index][name]
+                value = value.to(self.world.device).contiguous()
+                state.setdefault(index, {})[name] = self.world.broadcast(value, source=rank)
+        return whole | {"state": state}

@@ -20,8 +20,6 @@ class RingSync(GradientSync):
     """Averages gradients by a reduce-scatter and an all-gather of point-to-point sends."""
 
     def before_step(self) -> None:
-        if self.world.world_size == 1:
-            return
         gradients = self.gradients()
         flat = flatten(gradients)
         ring_all_reduce(flat, rank=self.world.rank, world_size=self.world.world_size)

@@ -20,7 +20,7 @@ from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.images.decoding import shrink
 from ddp_trainer.data.images.file_index import load_index
 from ddp_trainer.data.images.image_files import ImageFiles
-from ddp_trainer.observers.hardware import peak_memory_mb
+from ddp_trainer.observers.memory import peak_memory_mb
 
 BUILD_KILLS = trials(100)
 TRAIN_KILLS = trials(20)

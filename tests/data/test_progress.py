@@ -38,13 +38,3 @@ def test_elsewhere_a_line_is_printed_in_intervals(
         for _ in range(4):
             advance(500)
     assert shown.getvalue() == "scanning: 2,500 of 3,000\n"
-
-
-@pytest.mark.parametrize("shown", [False], indirect=True)
-def test_elsewhere_lines_can_be_switched_off(
-    shown: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.0)
-    with show_progress("training", total=2, prints_lines=False) as advance:
-        advance(2)
-    assert shown.getvalue() == ""

@@ -1,6 +1,4 @@
-"""Flight data, memory that grows, and heat: what the ranks know about themselves is kept and warned
-about.
-"""
+"""Flight data and memory that grows: what ranks know about themselves is kept and warned about."""
 
 import json
 import re
@@ -11,10 +9,9 @@ import torch
 from processes import run_command, torchrun
 from runs import TINY
 
-from ddp_trainer.observers.flight_recorder import MAX_ROWS, FlightRecorder
-from ddp_trainer.observers.hardware import MemoryGrowth, Sensors
+from ddp_trainer.observers.memory import Memory
+from ddp_trainer.observers.ranks import write_flight_data
 
-CPU = torch.device("cpu")
 LEAKING = str(Path(__file__).with_name("leaking.py"))
 
 
@@ -50,34 +47,15 @@ def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -
     assert not (tmp_path / "run/flight").exists()
 
 
-def test_flight_data_is_a_ring_of_rows_of_half_a_second(tmp_path: Path) -> None:
-    recorder = FlightRecorder(tmp_path, ("data", "forward"), rank=3)
-    for step in range(20, 40020, 20):
-        recorder.add(step, [[1 / 64, 3 / 64]] * 20, memory_mb=100.0)
-    recorder.write()
-    found = rows(tmp_path / "flight/rank-00003.jsonl")
-    assert len(found) == MAX_ROWS
-    # half a second, whatever the log points are
-    assert (found[-1]["step"], found[-1]["steps"]) == (
-        40000,
-        8,
-    )
-    assert (found[-1]["data"], found[-1]["forward"], found[-1]["memory_mb"]) == (
-        15.625,
-        46.875,
-        100.0,
-    )
-
-
 def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "flight").write_text("not a folder")
-    FlightRecorder(tmp_path, ("data",), rank=0).write()
+    write_flight_data(tmp_path, [{"step": 1}], rank=0)
 
 
 def grown(levels: list[list[float]]) -> list[int | None]:
-    growth = MemoryGrowth()
+    memory = Memory()
     found = [
-        growth.add(epoch, torch.tensor(level, dtype=torch.float64))
+        memory.find_growth(torch.tensor(level, dtype=torch.float64), epoch)
         for epoch, level in enumerate(levels)
     ]
     return [one and one[0] for one in found]
@@ -91,22 +69,3 @@ def test_growth_is_that_of_every_epoch_and_large_enough() -> None:
     # not in every epoch
     assert not any(grown([[500.0, 500.0 + 60 * (epoch // 2)] for epoch in range(12)]))
     assert grown([[500.0 * 2**epoch, 400.0] for epoch in range(14)]).count(0) == 2
-
-
-def test_heat_is_read_where_linux_shows_it(tmp_path: Path) -> None:
-    zones = tmp_path / "class/thermal"
-    cores = tmp_path / "devices/system/cpu"
-    for number, text in enumerate(("41000\n", "67500\n", "")):
-        (zones / f"thermal_zone{number}").mkdir(parents=True)
-        (zones / f"thermal_zone{number}/temp").write_text(text)
-    counter = cores / "cpu0/thermal_throttle/package_throttle_count"
-    counter.parent.mkdir(parents=True)
-    counter.write_text("7\n")
-    sensors = Sensors(CPU, sys=tmp_path)
-    assert sensors.read() == (67.5, 0.0)
-    counter.write_text("9\n")
-    assert sensors.read() == (67.5, 0.0)  # not again within ten seconds
-    sensors._next = 0.0
-    assert sensors.read() == (67.5, 2.0)
-    assert Sensors(CPU, sys=tmp_path / "nothing").read() == (0.0, 0.0)
-    Sensors(CPU).read()

@@ -19,7 +19,7 @@ from test_bad_input import refused
 from ddp_trainer import Logger, LoggerConfig, register_logger, run
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.observers.loggers import base
-from ddp_trainer.observers.loggers.base import LoggerGroup
+from ddp_trainer.observers.loggers.base import Loggers
 
 METHODS = ("start", "scalars", "image", "text", "hparams", "close")
 
@@ -43,13 +43,13 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 def test_calls_in_the_background_keep_their_order() -> None:
     calls: list[tuple[Any, ...]] = []
-    with LoggerGroup(
+    with Loggers(
         {"one": logger_that(lambda *call: calls.append(call), in_background=True)}
     ) as group:
         group.start(0)
         for step in range(1, 100):
-            group.scalars({"a": step}, step)
-        group.hparams({}, {"b": 1.0})
+            group.call("scalars", {"a": step}, step)
+        group.call("hparams", {}, {"b": 1.0})
     assert calls == [
         ("start", 0),
         *(("scalars", {"a": step}, step) for step in range(1, 100)),
@@ -68,10 +68,10 @@ def test_a_failure_of_any_kind_is_one_line(
     calls: list[str] = []
     good = logger_that(lambda name, *args: calls.append(name))
     bad = logger_that(raising(error), in_background=in_background)
-    with caplog.at_level(logging.WARNING), LoggerGroup({"bad": bad, "good": good}) as group:
+    with caplog.at_level(logging.WARNING), Loggers({"bad": bad, "good": good}) as group:
         group.start(0)
         for step in range(1, 4):
-            group.scalars({"a": 1.0}, step)
+            group.call("scalars", {"a": 1.0}, step)
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     assert [record.message for record in caplog.records] == [
         f"logger=bad failed ({cause}); training continues"
@@ -80,7 +80,7 @@ def test_a_failure_of_any_kind_is_one_line(
 
 
 def test_an_interrupt_of_the_user_is_no_failure_of_a_logger() -> None:
-    group = LoggerGroup({"one": logger_that(raising(KeyboardInterrupt()))})
+    group = Loggers({"one": logger_that(raising(KeyboardInterrupt()))})
     with pytest.raises(KeyboardInterrupt):
         group.start(0)
 
@@ -100,11 +100,11 @@ def test_records_for_a_client_that_hangs_are_limited(
     began = time.monotonic()
     with (
         caplog.at_level(logging.WARNING),
-        LoggerGroup({"slow": logger_that(act, in_background=True)}) as group,
+        Loggers({"slow": logger_that(act, in_background=True)}) as group,
     ):
         group.start(0)
         for step in range(1, 100):
-            group.scalars({"a": 1.0}, step)
+            group.call("scalars", {"a": 1.0}, step)
     assert time.monotonic() - began < 5
     assert [record.message for record in caplog.records] == [
         "logger=slow failed (10 records wait to be sent, new ones are dropped); training continues"
@@ -115,7 +115,7 @@ def test_records_for_a_client_that_hangs_are_limited(
 def test_without_a_start_nothing_is_called() -> None:
     calls: list[str] = []
     for in_background in (False, True):
-        with LoggerGroup(
+        with Loggers(
             {
                 "one": logger_that(
                     lambda name, *args: calls.append(name), in_background=in_background

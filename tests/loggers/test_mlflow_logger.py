@@ -20,14 +20,12 @@ def record(folder: Path, *, uri: str | None = None, seed: int = 1) -> Any:
     logger = MlflowLogger(MlflowConfig(tracking_uri=uri), folder)
     logger.start(0)
     logger.scalars({"epoch": 0, "a@b": 1.5, "nan": float("nan"), "text": "x"}, 1)
-    logger.text("config", "# é", 0)
     logger.close()
     run = logger.client.get_run(logger.run_id)
     assert run.data.metrics["a_b"] == 1.5
     assert run.data.params == {"seed": "1", "name": "x" * 500, "lists": "[1]"}
     artifacts = Path(folder.parent, "mlartifacts", run.info.run_id, "artifacts")
     assert yaml.safe_load((artifacts / "config.yaml").read_text())["seed"] == seed
-    assert (artifacts / "config/step-00000000.md").read_text() == "# é"
     return run
 
 
@@ -68,6 +66,4 @@ def record_in_many_ways(folder: str) -> None:
 def test_two_runs_share_a_new_database_and_continue_what_they_find(tmp_path: Path) -> None:
     folder = tmp_path / "é 100% #1"
     folder.mkdir()
-    (folder / ".mlflow.db.writing").write_bytes(b"of a run that was killed")
     on_ranks(2, record_in_many_ways, str(folder))
-    assert not (folder / ".mlflow.db.writing").exists()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_trainer.observers.hardware import peak_memory_mb
+from ddp_trainer.observers.memory import peak_memory_mb
 from ddp_trainer.sync.fingerprint import rank_outside_majority
 from ddp_trainer.training.metrics import MetricSums, SampleDigest
 

@@ -1,5 +1,6 @@
-"""`Logger`, the base class of all loggers, and `LoggerGroup`, the loggers of a run."""
+"""`Logger`, the base class of all loggers, and `Loggers`, the observer that calls them."""
 
+import json
 import logging
 import queue
 import secrets
@@ -12,13 +13,13 @@ from typing import Any, ClassVar, Self
 import yaml
 
 from ddp_trainer import registry
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, flatten_keys
 from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.files import replace_text
+from ddp_trainer.training.run import Observer, TrainingRun, Value
+from ddp_trainer.training.summary import Status
 
 logger = logging.getLogger(__name__)
-
-Value = float | str
 
 CLOSE_SECONDS = 60.0
 FAILURE_CLOSE_SECONDS = 5.0
@@ -121,12 +122,12 @@ class BackgroundCalls(LoggerCalls):
             )
 
 
-class LoggerGroup:
-    """All loggers of a run: a method calls that method of each logger. No failure ends a training.
+class Loggers(Observer):
+    """All loggers of a run, which get its records. No failure of a logger ends a training.
 
-    Nothing is recorded before `start`. A launch does not call `start` if nothing is left to train.
-    On ranks other than 0 the group is empty. Use as a context manager: leaving it closes all
-    loggers.
+    It is the last observer, so that the others have added their values. Nothing is recorded before
+    `on_start`, which is not called if nothing is left to train. On ranks other than 0 it has no
+    loggers. Use as a context manager: leaving it closes all loggers.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
@@ -141,31 +142,43 @@ class LoggerGroup:
             one.close(CLOSE_SECONDS if error is None else FAILURE_CLOSE_SECONDS)
 
     def start(self, step: int) -> None:
+        """Start all loggers, which then record the steps after `step`."""
         for name, one in self.loggers.items():
             kind = BackgroundCalls if one.in_background else LoggerCalls
             self.calls.append(kind(name, one))
-        self._call("start", step)
+        self.call("start", step)
 
-    def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        self._call("scalars", values, step)
-
-    def image(self, tag: str, png: bytes, step: int) -> None:
-        self._call("image", tag, png, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self._call("text", tag, text, step)
-
-    def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        self._call("hparams", config, results)
-
-    def _call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of each logger."""
         for one in self.calls:
             one.call(method, *arguments)
 
+    def on_start(self, run: TrainingRun) -> None:
+        self.start(run.step)
+        launch = {
+            "epoch": run.epoch,
+            "launch/world_size": run.world.world_size,
+            "launch/steps_per_epoch": run.steps_per_epoch,
+        }
+        self.call("scalars", launch, run.step)
+        config = json.dumps(run.config_tree, indent=2)
+        self.call("text", "config", f"```json\n{config}\n```", run.step)
 
-def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> LoggerGroup:
+    def on_log(self, run: TrainingRun) -> None:
+        self.call("scalars", run.values, run.step)
+
+    on_evaluation = on_log
+
+    def on_end(self, run: TrainingRun) -> None:
+        loss = run.evaluation.loss
+        if run.status is not Status.stopped and loss is not None:
+            results = {"hparam/top1": run.evaluation.top1, "hparam/loss": loss}
+            self.call("hparams", flatten_keys(run.config_tree), results)
+
+
+def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> Loggers:
     """Return the loggers that `configs` choose, writing to `run_dir`."""
-    return LoggerGroup(
+    return Loggers(
         {
             config.name: registry.build("logger", config, run_dir, returns=Logger)
             for config in configs

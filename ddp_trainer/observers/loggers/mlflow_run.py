@@ -14,13 +14,12 @@ from PIL import Image
 from ddp_trainer.config.errors import flatten_keys
 from ddp_trainer.config.loggers import MlflowConfig
 from ddp_trainer.files import lock_file
-from ddp_trainer.observers.loggers.base import Logger, Value, import_client, read_config, read_id
+from ddp_trainer.observers.loggers import base
 
 MAX_VALUE = 500  # characters of a parameter, the limit of all server versions
-LOCK_SECONDS = 60.0  # how long a run waits for another run that creates the database
 
 
-class MlflowLogger(Logger):
+class MlflowLogger(base.Logger):
     """Records all launches as one run: numbers as metrics, the config as parameters and a file.
 
     The steps that a resumed launch repeats have two values each. A parameter keeps the value of the
@@ -30,10 +29,9 @@ class MlflowLogger(Logger):
     in_background = True
 
     def __init__(self, config: MlflowConfig, run_dir: Path) -> None:
-        self.mlflow = import_client("mlflow", config)
+        self.mlflow = base.import_client("mlflow", config)
         self.config = config
         self.run_dir = run_dir
-        self.own_id = read_id(run_dir)
         self.client: Any = None
         self.run_id = ""
         self.status = "KILLED"
@@ -41,49 +39,37 @@ class MlflowLogger(Logger):
     def start(self, step: int) -> None:
         self.mlflow.environment_variables.MLFLOW_DISABLE_TELEMETRY.set(True)
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it prints how it creates tables
-        if self.config.tracking_uri is not None or self.mlflow.is_tracking_uri_set():
-            self.client = self.mlflow.MlflowClient(self.config.tracking_uri)
-            self.begin_run(artifacts=None)
-        else:
+        uri = self.config.tracking_uri
+        artifacts = None  # the URI of a new experiment's files
+        if uri is None and not self.mlflow.is_tracking_uri_set():
             folder = self.run_dir.resolve().parent
-            self.client = self.mlflow.MlflowClient(self.create_database(folder))
-            self.begin_run(artifacts=(folder / "mlartifacts").as_uri())
+            uri = f"sqlite:///{folder}/mlflow.db"
+            artifacts = (folder / "mlartifacts").as_uri()
+            holder = f"another run creates {folder}/mlflow.db"
+            # because MLflow does not lock a database in which it creates tables
+            with lock_file(folder / ".mlflow.lock", seconds=60.0, holder=holder):
+                self.mlflow.MlflowClient(uri)
+        self.client = client = self.mlflow.MlflowClient(uri)
 
-    def begin_run(self, artifacts: str | None) -> None:
-        """Continue the run, or create it; `artifacts` is the URI of a new experiment's files."""
-        client = self.client
         with suppress(self.mlflow.MlflowException):  # it exists
             client.create_experiment(self.config.experiment, artifacts)
         experiment_id = client.get_experiment_by_name(self.config.experiment).experiment_id
-        runs = client.search_runs([experiment_id], f"tags.ddp_trainer_id = '{self.own_id}'")
-        tags = {"ddp_trainer_id": self.own_id}
+        tags = {"ddp_trainer_id": base.read_id(self.run_dir)}
+        query = f"tags.ddp_trainer_id = '{tags['ddp_trainer_id']}'"
+        runs = client.search_runs([experiment_id], query)
         runs = runs or [client.create_run(experiment_id, run_name=self.run_dir.name, tags=tags)]
         self.run_id = runs[0].info.run_id
         client.update_run(self.run_id, status="RUNNING")
-        for key, value in flatten_keys(read_config(self.run_dir)).items():
+        for key, value in flatten_keys(base.read_config(self.run_dir)).items():
             if key not in runs[0].data.params:
                 client.log_param(self.run_id, key, str(value)[:MAX_VALUE])
         client.log_artifact(self.run_id, str(self.run_dir / "config.yaml"))
 
-    def create_database(self, folder: Path) -> str:
-        """Return the URI of mlflow.db in `folder`, created under a lock, as MLflow has none."""
-        path = folder / "mlflow.db"
-        unfinished = folder / ".mlflow.db.writing"
-        holder = f"another run creates {path}"
-        with lock_file(folder / ".mlflow.lock", seconds=LOCK_SECONDS, holder=holder):
-            if not path.exists():
-                for leftover in folder.glob(f"{unfinished.name}*"):  # of a run that was killed
-                    leftover.unlink()
-                self.mlflow.MlflowClient(f"sqlite:///{unfinished}")
-                unfinished.rename(path)
-        return f"sqlite:///{path}"
-
-    def scalars(self, values: Mapping[str, Value], step: int) -> None:
+    def scalars(self, values: Mapping[str, base.Value], step: int) -> None:
+        milliseconds = int(1000 * time.time())
         metrics = [
             # MLflow refuses other characters in a name
-            self.mlflow.entities.Metric(
-                re.sub(r"[^\w.\- :/]", "_", tag), value, int(1000 * time.time()), step
-            )
+            self.mlflow.entities.Metric(re.sub(r"[^\w.\- :/]", "_", tag), value, milliseconds, step)
             for tag, value in values.items()
             if not isinstance(value, str)
         ]
@@ -92,9 +78,6 @@ class MlflowLogger(Logger):
     def image(self, tag: str, png: bytes, step: int) -> None:
         picture = Image.open(BytesIO(png))
         self.client.log_image(self.run_id, picture, f"{tag}/step-{step:08d}.png")
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        self.client.log_text(self.run_id, text, f"{tag}/step-{step:08d}.md")
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
         self.scalars(results, 0)
