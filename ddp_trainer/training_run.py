@@ -136,7 +136,7 @@ def build_run(
     def check_state(state: State) -> None:
         check_changes(state["config"], tree, run_dir=run_dir)
         require(
-            state["data_fingerprint"] == loaders.fingerprint,
+            state["data_fingerprint"] == loaders.datasets.fingerprint,
             f"{run_dir} was trained on other images than data={config.data.name} has here: restore "
             "the former images, choose name=… for a new run, or resume=never to start from step 0",
         )
@@ -191,7 +191,10 @@ def build_observers(
     device = training.world.device
     timer = StepTimer(device, step.model)
     utilization = Utilization(
-        step.model, training.loaders.image_shape, device=device, dtype=step.settings.autocast_dtype
+        step.model,
+        training.loaders.datasets.image_shape,
+        device=device,
+        dtype=step.settings.autocast_dtype,
     )
     sensors = Sensors(device)
     recorder = FlightRecorder(training.run_dir, PHASES, rank=training.world.rank)

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.utils import make_grid
 
+from ddp_trainer.data.dataset import class_counts
 from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.data.readers import read_images
 from ddp_trainer.observers.loggers.base import LoggerGroup
@@ -72,9 +73,10 @@ def log_pictures(loggers: LoggerGroup, loaders: Loaders, images: Tensor, *, run_
         mean = loaders.preprocessing["mean"]
         std = loaders.preprocessing["std"]
         pictures = {"first_batch": grid_png(images[:MAX_IMAGES].cpu(), mean=mean, std=std)}
-        if loaders.class_counts is not None:
-            counts = loaders.class_counts.tolist()
-            pictures["class_sizes"] = bars_png(loaders.class_names, counts)
+        names = loaders.datasets.class_names
+        counts = class_counts(loaders.datasets.train, len(names))
+        if counts is not None:
+            pictures["class_sizes"] = bars_png(names, counts.tolist())
         folder = run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for name, content in pictures.items():
@@ -95,8 +97,8 @@ def log_scores(loggers: LoggerGroup, loaders: Loaders, rows: Tensor, step: int) 
     """
     if not loggers.loggers or not len(rows):
         return
-    names = loaders.class_names
-    scores = Scores(rows, loaders.class_names)
+    names = loaders.datasets.class_names
+    scores = Scores(rows, names)
     try:
         loggers.image("eval/confusion_matrix", confusion_png(scores.confusion, names), step)
         worst = scores.mistakes()[:MAX_MISTAKES]
