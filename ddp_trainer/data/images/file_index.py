@@ -111,9 +111,7 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
     path = cache_dir / f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.index"
     if (saved := read_index(path, root)) is not None:
         return saved
-    holder = (
-        f"another process has been scanning {root} for {LOCK_SECONDS:.0f} s: is it still running?"
-    )
+    holder = f"another process has been scanning {root} for an hour: is it still running?"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(path.with_suffix(".lock"), seconds=LOCK_SECONDS, holder=holder):
