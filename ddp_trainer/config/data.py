@@ -146,15 +146,6 @@ class SyntheticConfig(DataConfig):
     seed: int = 0
     """Seed of the random images."""
 
-    def __post_init__(self) -> None:
-        DataConfig.__post_init__(self)
-        require(
-            len(self.mean) == self.channels,
-            f"data.mean={self.mean} and data.std must each have one value per channel:"
-            f" data.channels={self.channels}",
-        )
-        self.augment.check_images(self.channels, self.height, self.width)
-
 
 @dataclass(kw_only=True, slots=True)
 class ImageFilesConfig(DataConfig):
