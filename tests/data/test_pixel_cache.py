@@ -18,6 +18,7 @@ from torch import Tensor
 from ddp_trainer.config.data import Cache
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import BadImageError, Datasets
+from ddp_trainer.data.images import pixel_cache
 from ddp_trainer.data.images.decoding import shrink
 from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.data.images.pixel_cache import (
@@ -67,17 +68,44 @@ def test_a_cache_has_all_images_and_the_reasons_of_bad_ones(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.lock"]
 
 
-def test_a_build_that_was_killed_begins_again(tmp_path: Path) -> None:
-    (tmp_path / "cache.building").mkdir()
-    (tmp_path / "cache.building" / PIXELS).write_bytes(b"torn")
-    assert_whole(open_pictures(tmp_path / "cache"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.lock"]
+@pytest.mark.parametrize("number", [0, 1, 13, COUNT - 1])
+@pytest.mark.parametrize("torn", [None, PIXELS, RECORDS, BAD])
+def test_a_build_that_ended_early_is_continued(
+    number: int, torn: str | None, tmp_path: Path
+) -> None:
+    def interrupted(index: int) -> Tensor:
+        if index == number:
+            raise KeyboardInterrupt
+        return picture(index)
+
+    read_again = []
+
+    def noted(index: int) -> Tensor:
+        read_again.append(index)
+        return picture(index)
+
+    with pytest.raises(KeyboardInterrupt):
+        open_pictures(tmp_path / "cache", interrupted, num_threads=1)
+    assert not (tmp_path / "cache").exists()
+    if torn is not None:  # as a kill or a loss of power may leave it
+        with open(tmp_path / "cache.building" / torn, "ab") as file:
+            file.write(b"[3, torn")
+    assert_whole(open_pictures(tmp_path / "cache", noted))
+    assert min(read_again) == number
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "start"), [(PIXELS, 500), (RECORDS, 20 * RECORD.itemsize)])
+def test_pages_that_a_loss_of_power_has_emptied_are_written_again(
+    name: str, start: int, tmp_path: Path
+) -> None:
     with pytest.raises(ZeroDivisionError):
-        open_pictures(tmp_path / "cache", lambda index: picture(index // (index < 30)))
-    assert [path.name for path in tmp_path.iterdir()] == ["cache.lock"]
+        open_pictures(
+            tmp_path / "cache", lambda index: picture(index // (index < 30)), num_threads=1
+        )
+    with open(tmp_path / "cache.building" / name, "r+b") as file:
+        file.seek(start)
+        file.write(bytes(2 * RECORD.itemsize))
+    assert_whole(open_pictures(tmp_path / "cache"))
 
 
 def flip(path: Path, position: int) -> None:
@@ -134,7 +162,7 @@ def test_a_full_disk_is_one_error_and_is_left_as_it_was(small_disk: Path) -> Non
 
     with pytest.raises(
         ConfigError,
-        match=r"^data\.cache=uint8 does not fit into .*, whose disk is full: set data\.cache_dir=",
+        match=r"^data\.cache=uint8 needs about 0\.0 GB in .*, and the disk is full after",
     ):
         open_pictures(small_disk / "cache", large)
     assert [path.name for path in small_disk.iterdir()] == ["cache.lock"]
@@ -238,12 +266,12 @@ def test_images_are_scaled_down_and_never_up(
 
 
 def test_reasons_are_lines_that_a_program_can_read(tmp_path: Path) -> None:
-    cache = open_pictures(tmp_path / "cache")
+    open_pictures(tmp_path / "cache")
     lines = (tmp_path / "cache" / BAD).read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         [n, f"image {n}\nis bad"] for n in range(COUNT) if n % 10 == 3
     ]
-    assert cache.reasons[13] == "image 13\nis bad"
+    assert pixel_cache.read_reasons(tmp_path / "cache")[13] == "image 13\nis bad"
 
 
 def test_a_file_that_may_not_be_read_ends_the_build_and_is_not_kept_as_a_bad_image(

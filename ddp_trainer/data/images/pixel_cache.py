@@ -2,7 +2,8 @@
 
 A cache is a folder with three files: `PIXELS` has uint8 [H, W, 3] of one image after another,
 `RECORDS` has a record for each image, and `BAD` has the reasons why images could not be decoded.
-The folder is built under another name, and renamed when it is complete.
+The folder is built under another name, and renamed when it is complete. A build that was killed is
+continued after the last image whose bytes and record are whole.
 """
 
 import errno
@@ -11,10 +12,11 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.dataset import BadImageError
+from ddp_trainer.data.images.file_index import Array
 from ddp_trainer.data.read_ahead import read_ahead
-from ddp_trainer.files import lock_file, replace_file, replace_text
+from ddp_trainer.files import lock_file, replace_text
 from ddp_trainer.progress import show_progress
 
 PIXELS = "pixels"
@@ -48,8 +51,8 @@ class PixelCache:
     def __init__(self, folder: Path, *, count: int) -> None:
         """Map the cache of `count` images in `folder` into memory; ConfigError if it is damaged."""
         self.folder = folder
-        self.records = np.fromfile(folder / RECORDS, RECORD)
-        lengths = self.records["height"].astype(np.int64) * self.records["width"] * 3
+        self.records = read_records(folder)
+        lengths = sizes(self.records)
         self._ends = lengths.cumsum()
         is_whole = len(self.records) == count and (folder / PIXELS).stat().st_size == lengths.sum()
         require(
@@ -60,8 +63,7 @@ class PixelCache:
             warnings.simplefilter("ignore", UserWarning)  # torch cannot mark a tensor as read-only
             self.pixels = torch.from_numpy(np.memmap(folder / PIXELS, np.uint8, "r"))
         self._is_checked = bytearray(count)
-        reasons = (folder / BAD).read_text().splitlines()
-        self.reasons: dict[int, str] = dict(map(json.loads, reasons))
+        self.reasons = read_reasons(folder)
 
     def __getitem__(self, index: int) -> Tensor:
         """Return an image, uint8 [3, H, W], as a view of the file; check it at the first read.
@@ -117,49 +119,44 @@ def open_cache(
 def build(
     folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
 ) -> None:
-    """Write the cache beside `folder`, and rename it. read, count, task: see `open_cache`.
+    """Write the cache beside `folder`, from where a killed build ended, and rename it.
 
-    If the disk is full, raises ConfigError. After any error, what was written is removed, because
-    other programs need the space.
+    read, count, task: see `open_cache`. If the disk is full, raises ConfigError after removing what
+    was written, because other programs need the space.
     """
     building = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(building, ignore_errors=True)  # of a build that was killed
-    building.mkdir()
+    building.mkdir(exist_ok=True)
+    done = keep_whole_images(building)
     try:
         with (
-            show_progress(task, total=count) as advance,
-            closing(decode_in_order(read, range(count), num_threads)) as images,
+            open(building / PIXELS, "ab") as pixels,
+            open(building / RECORDS, "ab") as records,
+            open(building / BAD, "a") as reasons,
+            show_progress(task, total=count, done=done) as advance,
+            closing(decode_in_order(read, range(done, count), num_threads)) as images,
         ):
-            write_images(building, images, advance)
-        os.rename(building, folder)
+            for index, image in enumerate(images, done):
+                record = write_image(pixels, reasons, index, image)
+                pixels.flush()
+                reasons.flush()
+                records.write(record)  # last: an image without its record is written again
+                records.flush()
+                done += 1
+                advance(1)
+            for file in (pixels, reasons, records):
+                os.fsync(file.fileno())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ConfigError(
-            f"data.cache=uint8 does not fit into {folder.parent}, whose disk is full: set"
-            " data.cache_dir=… to a folder on another disk, or data.cache=none"
-        ) from error
-    finally:
+        written = (building / PIXELS).stat().st_size
         shutil.rmtree(building, ignore_errors=True)
-
-
-def write_images(folder: Path, images: Iterable[Decoded], advance: Callable[[int], None]) -> None:
-    """Write the three files of a cache. advance: called with 1 after each image."""
-    records: list[tuple[int, int, int]] = []
-    reasons: list[str] = []
-    with replace_file(folder / PIXELS) as pixels:
-        for index, image in enumerate(images):
-            if isinstance(image, BadImageError):
-                reasons.append(json.dumps([index, str(image)]) + "\n")
-                records.append((0, 0, 0))
-            else:
-                block = image.permute(1, 2, 0).contiguous().numpy()
-                pixels.write(block.data)
-                records.append((*block.shape[:2], zlib.crc32(block.data)))
-            advance(1)
-    replace_text(folder / BAD, "".join(reasons))
-    with replace_file(folder / RECORDS) as file:
-        file.write(np.array(records, RECORD).tobytes())
+        needed = written / max(1, done) * count
+        raise ConfigError(
+            f"data.cache=uint8 needs about {needed / 1e9:.1f} GB in {folder.parent}, and the disk"
+            f" is full after {written / 1e9:.1f} GB: set data.cache_dir=… to a folder on another"
+            " disk, or data.cache=none"
+        ) from error
+    os.rename(building, folder)
 
 
 def decode_in_order(
@@ -180,3 +177,59 @@ def decode_in_order(
     with closing(read_ahead(begin, indices, num_threads=num_threads, ahead=ahead)) as futures:
         for future in futures:
             yield future.result()
+
+
+def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:
+    """Append an image to `pixels`, or its error to `reasons`; return its `RECORD`."""
+    if isinstance(image, BadImageError):
+        reasons.write(json.dumps([index, str(image)]) + "\n")
+        return np.array((0, 0, 0), RECORD).tobytes()
+    block = image.permute(1, 2, 0).contiguous().numpy()
+    pixels.write(block.data)
+    return np.array((*block.shape[:2], zlib.crc32(block.data)), RECORD).tobytes()
+
+
+def keep_whole_images(building: Path) -> int:
+    """Truncate the files after the last complete image; return the number of complete images."""
+    for name in (PIXELS, RECORDS, BAD):
+        (building / name).touch()
+    records = read_records(building)
+    reasons = read_reasons(building)
+    ends = sizes(records).cumsum()
+    count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))
+    with open(
+        building / PIXELS, "rb"
+    ) as pixels:  # in full, because a host that lost power may have lost some pages
+        for index, record in enumerate(records[:count]):
+            height, width, crc = record.tolist()
+            if zlib.crc32(pixels.read(height * width * 3)) != crc or (
+                height == 0 and index not in reasons
+            ):
+                count = index
+                break
+    whole = [json.dumps([index, text]) + "\n" for index, text in reasons.items() if index < count]
+    replace_text(building / BAD, "".join(whole))
+    os.truncate(building / PIXELS, int(ends[count - 1]) if count else 0)
+    os.truncate(building / RECORDS, count * RECORD.itemsize)
+    return count
+
+
+def read_records(folder: Path) -> Array:
+    """Return the image records in `folder`; an incomplete last record is ignored."""
+    data = (folder / RECORDS).read_bytes()
+    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+def sizes(records: Array) -> Array:
+    """Return the size of each image in bytes: int64 [N]."""
+    return records["height"].astype(np.int64) * records["width"] * 3
+
+
+def read_reasons(folder: Path) -> dict[int, str]:
+    """Return the reason for each bad image by its index; a line that was cut off is ignored."""
+    reasons = {}
+    for line in (folder / BAD).read_text().splitlines():
+        with suppress(ValueError):
+            index, reason = json.loads(line)
+            reasons[index] = reason
+    return reasons
