@@ -183,7 +183,7 @@ class TorchvisionDataConfig(ImageFilesConfig):
     train_split: str | None = None
     """Argument `split` of torchvision's class for training; null: the default of the class."""
     test_split: str | None = None
-    """Argument `split` for evaluation; null: test. ImageNet needs val."""
+    """Argument `split` for evaluation; null: the first of test, val and valid that exists."""
     arguments: dict[str, Any] = setting({})
     """Other arguments of the class; for example EMNIST needs +data.arguments.split=letters."""
     mean: list[float] = setting([0.5])

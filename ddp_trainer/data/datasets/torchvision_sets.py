@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ from ddp_trainer.files import lock_file
 
 LOCK_SECONDS = 3600.0
 """How long a rank waits for another rank that downloads."""
+EVALUATION_SPLITS = ("test", "val", "valid")
 SAMPLES = ("samples", "_samples", "imgs")
 PATHS = ("_image_files", "_images")
 LABELS = ("targets", "_labels", "labels")
 """Attributes of torchvision's classes with the (path, label), the path or the label of each image.
 """
 USE_A_PLUGIN = "it is not supported; write a plug-in (docs/extending.md)"
+
+
+class UnknownSplitError(ConfigError):
+    """The class of torchvision has no split of that name."""
 
 
 def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
@@ -44,15 +49,18 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
         except OSError as error:
             reason = f"data.root={root} must be a folder that can be written: {error.strerror}"
             raise ConfigError(reason) from error
-    holder = f"another process has been downloading to {root} for an hour: is it running?"
-    lock = lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder)
-    # also without a download, because ImageNet extracts its archives
-    with lock if os.access(root, os.W_OK) else nullcontext():
-        opened = [open_dataset(kind, root, config, each) for each in split_arguments(kind, config)]
+    with ExitStack() as stack:
+        # also without a download, because ImageNet extracts its archives
+        if os.access(root, os.W_OK):
+            lock = root / ".download.lock"
+            holder = f"another process has been downloading to {root} for an hour: is it running?"
+            stack.enter_context(lock_file(lock, seconds=LOCK_SECONDS, holder=holder))
+        train, evaluation = open_splits(kind, root, config)
 
-    class_names = names_of_classes(opened[0])
-    splits = [as_split(dataset, class_names, config) for dataset in opened]
-    return Datasets(train=splits[0], eval=splits[-1], class_names=class_names)
+    class_names = names_of_classes(train)
+    first = as_split(train, class_names, config)
+    other = first if evaluation is train else as_split(evaluation, class_names, config)
+    return Datasets(train=first, eval=other, class_names=class_names)
 
 
 def find_class(name: str) -> type:
@@ -70,40 +78,53 @@ def find_class(name: str) -> type:
     return getattr(torchvision_datasets, name)
 
 
-def split_arguments(kind: type, config: TorchvisionDataConfig) -> list[dict[str, Any]]:
-    """Return the arguments of `kind` for the training split, and for evaluation.
+def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[Any, Any]:
+    """Return the objects of `kind` for training and evaluation.
 
-    With data.validation_fraction, only those for training. ConfigError if there is no split for
-    evaluation, or if the config names a split, and the splits of `kind` are not chosen by name.
+    With data.validation_fraction, only the training split is opened, and returned twice.
+    ConfigError if there is no split for evaluation.
+    """
+    first, *others = split_arguments(kind, config)
+    train = open_split(kind, root, config, first)
+    if config.validation_fraction > 0:
+        return train, train
+    for other in others:
+        try:
+            return train, open_split(kind, root, config, other)
+        except UnknownSplitError:
+            if config.test_split:
+                raise
+    raise ConfigError(
+        f"data.dataset={config.dataset} has no split for evaluation: set"
+        " data.validation_fraction=0.2"
+    )
+
+
+def split_arguments(kind: type, config: TorchvisionDataConfig) -> list[dict[str, Any]]:
+    """Return the arguments of `kind` for the training split, then for each possible evaluation.
+
+    ConfigError if the config names a split, and the splits of `kind` are not chosen by name.
     """
     known = arguments_of(kind)
     common = dict(config.arguments)
     if "download" in known:
         common["download"] = config.download
 
-    named = {"train_split": config.train_split, "test_split": config.test_split}
-    splits: list[dict[str, Any]] = []
-    if "train" in known:
-        splits = [{"train": True}, {"train": False}]
-    elif "split" in known:
+    if "split" in known and "train" not in known:
         first = config.train_split or known["split"].default
-        splits = [{"split": first}, {"split": config.test_split or "test"}]
-        named = {}
-    for key, name in named.items():
-        require(
-            name is None,
-            f"data.{key}={name}: the splits of data.dataset={config.dataset} are not chosen by"
-            " name: leave out the key",
-        )
+        others = [config.test_split] if config.test_split else EVALUATION_SPLITS
+        return [common | {"split": name} for name in (first, *others)]
 
-    if config.validation_fraction > 0:
-        return [common | (splits[0] if splits else {})]
+    splits = {"train_split": config.train_split, "test_split": config.test_split}
+    named = " ".join(f"data.{key}={name}" for key, name in splits.items() if name)
     require(
-        bool(splits),
-        f"data.dataset={config.dataset} has no split for evaluation: set"
-        " data.validation_fraction=0.2",
+        not named,
+        f"{named}: the splits of data.dataset={config.dataset} are not chosen by name: leave out"
+        " the key",
     )
-    return [common | split for split in splits]
+    if "train" not in known:
+        return [common]
+    return [common | {"train": is_train} for is_train in (True, False)]
 
 
 def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
@@ -114,7 +135,7 @@ def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
     return known
 
 
-def open_dataset(
+def open_split(
     kind: type, root: Path, config: TorchvisionDataConfig, arguments: dict[str, Any]
 ) -> Any:
     """Return an object of `kind`; ConfigError if files are missing, or an argument is wrong."""
@@ -129,11 +150,11 @@ def open_dataset(
         ) from error
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:300]
-        fix = "put its files there" + ("" if config.download else ", or set data.download=true")
         if "for argument split" in reason:
-            fix = "set data.train_split and data.test_split to splits that it has"
+            raise UnknownSplitError(f"{name}: {reason}") from error
+        fix = "" if config.download else ", or set data.download=true"
         raise ConfigError(
-            f"{name} cannot be read from data.root={root} ({reason}): {fix}"
+            f"{name} cannot be read from data.root={root} ({reason}): put its files there{fix}"
         ) from error
 
 
@@ -141,7 +162,7 @@ def names_of_classes(dataset: Any) -> list[str]:
     """Return the names of the classes, or their numbers where the data set has no names."""
     names = getattr(dataset, "classes", None) or list(getattr(dataset, "class_to_idx", ()))
     if not names:
-        return [str(number) for number in range(max(class_numbers(dataset)) + 1)]
+        return [str(number) for number in range(max(labels_of(dataset)) + 1)]
     first = [name if isinstance(name, str) else str(name[0]) for name in names]
     # ImageNet has two classes named crane.
     return [f"{name} ({n})" if first.count(name) > 1 else name for n, name in enumerate(first)]
@@ -149,7 +170,7 @@ def names_of_classes(dataset: Any) -> list[str]:
 
 def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig) -> Split:
     """Return `dataset` as a split: in memory if torchvision has it there, else as image files."""
-    labels = class_numbers(dataset)
+    labels = labels_of(dataset)
     images = as_images(getattr(dataset, "data", None), count=len(dataset))
     if images is not None and torch.equal(images[0], read_sample(dataset, 0)[0]):
         return ImageTensors(images, torch.tensor(labels))
@@ -172,7 +193,7 @@ def as_images(data: Any, *, count: int) -> Tensor | None:
     return images.permute(0, 3, 1, 2).contiguous() if images.shape[3] in (1, 3) else images
 
 
-def class_numbers(dataset: Any) -> list[int]:
+def labels_of(dataset: Any) -> list[int]:
     """Return the label of each image; ConfigError if there is not one number for each image."""
     samples = attribute(dataset, SAMPLES)
     labels = attribute(dataset, LABELS) if samples is None else [label for _, label in samples]
