@@ -197,8 +197,10 @@ def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
         if to_float:
             return (batch.images for batch in loader)
         order = sampler.order()
-        shares = [sampler.positions(step) for step in range(sampler.steps_per_epoch)]
-        return (images for images, _ in loader.read(order, shares))
+        positions = sampler.positions()
+        crops = loader.augmentation.draw(len(order), epoch=sampler.epoch)["crops"]
+        batches = loader.reader.read(order[positions], crops[positions])
+        return (images for images, _ in batches)
 
     return epoch
 

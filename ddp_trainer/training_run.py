@@ -134,7 +134,7 @@ def build_run(
     def check_state(state: State) -> None:
         check_changes(state["config"], tree, run_dir=run_dir)
         require(
-            state["data_fingerprint"] == loaders.fingerprint,
+            state["data_fingerprint"] == loaders.datasets.fingerprint,
             f"{run_dir} was trained on other images than data={config.data.name} has here: restore "
             "the former images, choose name=… for a new run, or resume=never to start from step 0",
         )

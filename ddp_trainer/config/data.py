@@ -1,6 +1,6 @@
 """The group ``data``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +15,7 @@ from ddp_trainer.config.errors import (
     check_values,
     require,
     rule,
+    setting,
 )
 from ddp_trainer.registry import register_dataset
 
@@ -25,19 +26,19 @@ SplitName = StrEnum("SplitName", ["test", "validation", "train"])
 
 @dataclass(kw_only=True, slots=True)
 class AugmentConfig:
-    random_crop_padding: int = field(default=0, metadata=NOT_NEGATIVE)
+    random_crop_padding: int = setting(0, NOT_NEGATIVE)
     """Width, in pixels, of the black border from which random crops are cut; 0: no crop."""
     random_hflip: bool = False
     """Mirror each image left to right with probability 0.5."""
-    random_erasing: float = field(default=0.0, metadata=UP_TO_ONE)
+    random_erasing: float = setting(0.0, UP_TO_ONE)
     """Probability of blanking one random rectangle (2 to 33 % of the area) of an image."""
-    rand_augment: int = field(default=0, metadata=rule("0 to 20", lambda value: 0 <= value <= 20))
+    rand_augment: int = setting(0, rule("0 to 20", lambda value: 0 <= value <= 20))
     """Number of RandAugment operations, the same for all images of a global batch; 0: none."""
-    color_jitter: float = field(default=0.0, metadata=UP_TO_ONE)
+    color_jitter: float = setting(0.0, UP_TO_ONE)
     """Largest relative change of brightness, contrast and saturation, one for a global batch."""
-    mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    mixup: float = setting(0.0, NOT_NEGATIVE)
     """Alpha of mixup: an image's weight in a mix is drawn from Beta(alpha, alpha); 0: none."""
-    cutmix: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    cutmix: float = setting(0.0, NOT_NEGATIVE)
     """Alpha of CutMix: an image keeps a share, from Beta(alpha, alpha), of its area; 0: none."""
 
     def check_images(self, channels: int, height: int, width: int) -> None:
@@ -56,9 +57,8 @@ class AugmentConfig:
 
 @dataclass(kw_only=True, slots=True)
 class FileAugmentConfig(AugmentConfig):
-    random_resized_crop: float | None = field(
-        default=0.25,
-        metadata=rule("greater than 0 and at most 1, or null", lambda value: 0 < value <= 1),
+    random_resized_crop: float | None = setting(
+        0.25, rule("greater than 0 and at most 1, or null", lambda value: 0 < value <= 1)
     )
     """Smallest share of a random training crop, of aspect 3:4 to 4:3; null: a center crop."""
 
@@ -66,24 +66,24 @@ class FileAugmentConfig(AugmentConfig):
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     name: str = MISSING
-    mean: list[float] = field(default_factory=lambda: [0.5])
+    mean: list[float] = setting([0.5])
     """Mean of the training split per channel, on pixels in [0, 1]; used after augmentation."""
-    std: list[float] = field(default_factory=lambda: [0.25])
+    std: list[float] = setting([0.25])
     """Standard deviation of the training split per channel, on pixels in [0, 1]."""
-    validation_fraction: float = field(default=0.0, metadata=BELOW_ONE)
+    validation_fraction: float = setting(0.0, BELOW_ONE)
     """Share, in [0, 1), of the training split that is evaluated in place of the test split."""
-    num_workers: Any = field(  # int | str, which omegaconf 2.3 cannot merge inside of a group
-        default="auto",
-        metadata=FREE
+    num_workers: Any = setting(  # int | str, which omegaconf 2.3 cannot merge inside of a group
+        "auto",
+        FREE
         | rule(
             "auto or 0 to 1024",
             lambda value: value == "auto" or (type(value) is int and 0 <= value <= 1024),
         ),
     )
     """Threads per rank that read streamed images; auto: usable cores / local ranks, 2 to 16."""
-    on_bad_image: OnBadImage = field(default=OnBadImage.error, metadata=FREE)
+    on_bad_image: OnBadImage = setting(OnBadImage.error, FREE)
     """For an image that cannot be decoded: error: stop; skip: leave it out, and list it."""
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    augment: AugmentConfig = setting(AugmentConfig())
 
     def __post_init__(self) -> None:
         check_values(self, "data.")
@@ -111,68 +111,59 @@ class DataConfig:
 @dataclass(kw_only=True, slots=True)
 class DigitsConfig(DataConfig):
     name: str = "digits"
-    mean: list[float] = field(default_factory=lambda: [0.2872])
-    std: list[float] = field(default_factory=lambda: [0.3540])
-    augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_crop_padding=1))
+    mean: list[float] = setting([0.2872])
+    std: list[float] = setting([0.3540])
+    augment: AugmentConfig = setting(AugmentConfig(random_crop_padding=1))
 
 
 @dataclass(kw_only=True, slots=True)
 class FashionMnistConfig(DataConfig):
     name: str = "fashion_mnist"
-    root: str | None = field(default=None, metadata=FREE)
+    root: str | None = setting(None, FREE)
     """Folder with the four IDX files; null: that of Debian's package, or else a download."""
-    mean: list[float] = field(default_factory=lambda: [0.2860])
-    std: list[float] = field(default_factory=lambda: [0.3530])
-    augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(random_hflip=True))
+    mean: list[float] = setting([0.2860])
+    std: list[float] = setting([0.3530])
+    augment: AugmentConfig = setting(AugmentConfig(random_hflip=True))
 
 
 @dataclass(kw_only=True, slots=True)
 class SyntheticConfig(DataConfig):
     name: str = "synthetic"
-    mean: list[float] = field(default_factory=lambda: [0.5, 0.5, 0.5])
-    std: list[float] = field(default_factory=lambda: [0.25, 0.25, 0.25])
-    num_train: int = field(default=4096, metadata=POSITIVE)
+    mean: list[float] = setting([0.5, 0.5, 0.5])
+    std: list[float] = setting([0.25, 0.25, 0.25])
+    num_train: int = setting(4096, POSITIVE)
     """Number of training images."""
-    num_eval: int = field(default=512, metadata=POSITIVE)
+    num_eval: int = setting(512, POSITIVE)
     """Number of evaluation images."""
-    channels: int = field(default=3, metadata=POSITIVE)
+    channels: int = setting(3, POSITIVE)
     """Number of channels; mean and std must have as many values."""
-    height: int = field(default=32, metadata=POSITIVE)
+    height: int = setting(32, POSITIVE)
     """Height of the images in pixels."""
-    width: int = field(default=32, metadata=POSITIVE)
+    width: int = setting(32, POSITIVE)
     """Width of the images in pixels."""
-    num_classes: int = field(default=10, metadata=rule("2 to 256", lambda value: 2 <= value <= 256))
+    num_classes: int = setting(10, rule("2 to 256", lambda value: 2 <= value <= 256))
     """Number of classes, 2 to 256."""
     seed: int = 0
     """Seed of the random images."""
-
-    def __post_init__(self) -> None:
-        DataConfig.__post_init__(self)
-        require(
-            len(self.mean) == self.channels,
-            f"data.mean={self.mean} and data.std must each have one value per channel:"
-            f" data.channels={self.channels}",
-        )
-        self.augment.check_images(self.channels, self.height, self.width)
 
 
 @dataclass(kw_only=True, slots=True)
 class ImageFilesConfig(DataConfig):
     """The keys of data sets whose images are files."""
 
-    root: str | None = field(default=None, metadata=FREE)
+    root: str | None = setting(None, FREE)
     """Folder of train/<class> and val/<class>; with validation_fraction, <class> is enough."""
-    image_size: int = field(default=224, metadata=POSITIVE)
+    image_size: int = setting(224, POSITIVE)
     """Height and width, in pixels, to which image crops are scaled."""
     cache: Cache = Cache.none
     """uint8: before training, write all images, scaled down to 8/7 of image_size, to a file."""
-    cache_dir: str | None = field(default=None, metadata=FREE)
+    cache_dir: str | None = setting(None, FREE)
     """Folder of the cache and of the list of files, on this node; null: ~/.cache/ddp_trainer."""
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    mean: list[float] = setting([0.485, 0.456, 0.406])
     """Mean of the training split per channel, on pixels in [0, 1]; by default ImageNet's."""
-    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    std: list[float] = setting([0.229, 0.224, 0.225])
     """Standard deviation of the training split per channel; the default is that of ImageNet."""
-    augment: FileAugmentConfig = field(default_factory=lambda: FileAugmentConfig(random_hflip=True))  # type: ignore[override]
+    augment: FileAugmentConfig = setting(FileAugmentConfig(random_hflip=True))  # type: ignore[override]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,29 +176,29 @@ class TorchvisionDataConfig(ImageFilesConfig):
     name: str = "torchvision"
     dataset: str = "CIFAR10"
     """Name of a class of torchvision.datasets."""
-    root: str | None = field(default=None, metadata=FREE)
+    root: str | None = setting(None, FREE)
     """Folder in the layout of that class; null: ~/.cache/ddp_trainer/torchvision."""
-    download: bool = field(default=False, metadata=FREE)
+    download: bool = setting(False, FREE)
     """Download what is missing; one process per node downloads at a time."""
     train_split: str | None = None
     """Argument `split` of torchvision's class for training; null: the default of the class."""
     test_split: str | None = None
     """Argument `split` for evaluation; null: the first of test, val and valid that exists."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = setting({})
     """Other arguments of the class; for example EMNIST needs +data.arguments.split=letters."""
-    mean: list[float] = field(default_factory=lambda: [0.5])
+    mean: list[float] = setting([0.5])
     """Mean per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
-    std: list[float] = field(default_factory=lambda: [0.25])
+    std: list[float] = setting([0.25])
     """Standard deviation per channel; one value applies to all channels."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Cifar10Config(TorchvisionDataConfig):
     name: str = "cifar10"
-    mean: list[float] = field(default_factory=lambda: [0.4914, 0.4822, 0.4465])
-    std: list[float] = field(default_factory=lambda: [0.2470, 0.2435, 0.2616])
-    augment: FileAugmentConfig = field(
-        default_factory=lambda: FileAugmentConfig(random_crop_padding=4, random_hflip=True)
+    mean: list[float] = setting([0.4914, 0.4822, 0.4465])
+    std: list[float] = setting([0.2470, 0.2435, 0.2616])
+    augment: FileAugmentConfig = setting(
+        FileAugmentConfig(random_crop_padding=4, random_hflip=True)
     )
 
 

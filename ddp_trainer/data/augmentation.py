@@ -1,8 +1,7 @@
 """Augmentation of batches, with random choices for each position of an epoch or for each batch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Self
 
 import numpy as np
 import torch
@@ -12,62 +11,40 @@ from ddp_trainer.config.data import AugmentConfig
 from ddp_trainer.distributed.seeding import derive_seed, generator
 
 
-@dataclass(slots=True)
-class AugmentationParams:
-    """Random parameters, one row for each position in an epoch's order; None: not configured."""
-
-    offsets: Tensor | None = None
-    """int64 [N, 2]: row and column where the crop of the padded image begins."""
-    flips: Tensor | None = None
-    """bool [N]: whether the image is mirrored."""
-    boxes: Tensor | None = None
-    """int64 [N, 4]: top, left, bottom, right of the blanked rectangle, empty if top = bottom."""
-
-    def to(self, device: torch.device) -> Self:
-        """Return these parameters on `device`."""
-        return type(self)(*(None if part is None else part.to(device) for part in self._parts()))
-
-    def at(self, positions: slice | Tensor) -> Self:
-        """Return the parameters of the images at `positions`."""
-        return type(self)(*(None if part is None else part[positions] for part in self._parts()))
-
-    def _parts(self) -> list[Tensor | None]:
-        return [getattr(self, field.name) for field in fields(self)]
-
-
+@dataclass(frozen=True, slots=True)
 class Augmentation:
     """Random crop, flip, RandAugment, color jitter and erasing for batches of images."""
 
-    def __init__(self, config: AugmentConfig, *, height: int, width: int, seed: int) -> None:
-        """height, width: the size of the images in pixels."""
-        self.config = config
-        self.height = height
-        self.width = width
-        self.seed = seed
+    config: AugmentConfig
+    height: int
+    """Height of the images in pixels."""
+    width: int
+    """Width of the images in pixels."""
+    seed: int
 
-    def draw(self, count: int, *, epoch: int) -> AugmentationParams:
-        """Return parameters for `count` positions: a function of (seed, epoch, count) alone."""
+    def draw(self, count: int, *, epoch: int) -> dict[str, Tensor]:
+        """Return parameters for `count` positions: a function of (seed, epoch, count) alone.
+
+        Each has one row for each position in an epoch's order, and exists only if it is configured:
+
+        - offsets, int64 [N, 2]: row and column where the crop of the padded image begins;
+        - flips, bool [N]: whether the image is mirrored;
+        - boxes, int64 [N, 4]: top, left, bottom, right of the blanked rectangle, see `_boxes`;
+        - crops, float32 [N, 4] in [0, 1): choose the crop of the image when it is read.
+        """
         config = self.config
         seeded = partial(generator, self.seed, epoch=epoch)
-        params = AugmentationParams()
+        params: dict[str, Tensor] = {}
         if pad := config.random_crop_padding:
             crop = seeded(purpose="crop")
-            params.offsets = torch.randint(2 * pad + 1, (count, 2), generator=crop)
+            params["offsets"] = torch.randint(2 * pad + 1, (count, 2), generator=crop)
         if config.random_hflip:
-            params.flips = torch.rand(count, generator=seeded(purpose="flip")) < 0.5
+            params["flips"] = torch.rand(count, generator=seeded(purpose="flip")) < 0.5
         if config.random_erasing:
-            params.boxes = self._boxes(torch.rand(5, count, generator=seeded(purpose="erase")))
+            params["boxes"] = self._boxes(torch.rand(5, count, generator=seeded(purpose="erase")))
+        if getattr(config, "random_resized_crop", None) is not None:
+            params["crops"] = torch.rand(count, 4, generator=seeded(purpose="resized crop"))
         return params
-
-    def draw_crops(self, count: int, *, epoch: int) -> Tensor | None:
-        """Return float32 [count, 4] in [0, 1), which choose the crop of each image when it is read.
-
-        Returns None if ``random_resized_crop`` is not configured.
-        """
-        if getattr(self.config, "random_resized_crop", None) is None:
-            return None
-        random = generator(self.seed, epoch=epoch, purpose="resized crop")
-        return torch.rand(count, 4, generator=random)
 
     def _boxes(self, u: Tensor) -> Tensor:
         """Return rectangles to blank, int64 [N, 4]: top, left, bottom, right.
@@ -88,25 +65,17 @@ class Augmentation:
         left = (u[4] * (self.width - columns + 1)).floor()
         return torch.stack([top, left, top + rows, left + columns], dim=1).long()
 
-    def pad(self, images: Tensor) -> Tensor:
-        """Return `images` [N, C, H, W] with the border of zeros that random crops may include."""
-        pad = self.config.random_crop_padding
-        return torch.nn.functional.pad(images, (pad, pad, pad, pad)) if pad else images
-
-    def crop(self, padded: Tensor, params: AugmentationParams) -> Tensor:
-        """Return the images cropped and flipped.
-
-        padded: uint8 [B, C, H + 2p, W + 2p], padded by p pixels -> [B, C, H, W].
-        """
-        images = padded
-        if params.offsets is not None:
+    def crop(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """Return images, uint8 [B, C, H, W], cropped with a border of zeros and flipped."""
+        if "offsets" in params:
+            padded = torch.nn.functional.pad(images, [self.config.random_crop_padding] * 4)
             # a view: [B, C, 2p+1, 2p+1, H, W]
             windows = padded.unfold(2, self.height, 1).unfold(3, self.width, 1)
-            rows = torch.arange(len(padded), device=padded.device)
-            images = windows[rows, :, params.offsets[:, 0], params.offsets[:, 1]]
-        if params.flips is not None:
+            rows = torch.arange(len(images), device=images.device)
+            images = windows[rows, :, params["offsets"][:, 0], params["offsets"][:, 1]]
+        if "flips" in params:
             # the same as torch.where, which takes three times as long on a CPU
-            mask = -params.flips.to(torch.uint8)[:, None, None, None]
+            mask = -params["flips"].to(torch.uint8)[:, None, None, None]
             images = images.flip(-1).bitwise_xor_(images).bitwise_and_(mask).bitwise_xor_(images)
         return images
 
@@ -127,14 +96,14 @@ class Augmentation:
         images = rand_augment(images, config.rand_augment, seeded("rand_augment"))
         return color_jitter(images, config.color_jitter, seeded("color_jitter"))
 
-    def erase(self, images: Tensor, params: AugmentationParams) -> Tensor:
+    def erase(self, images: Tensor, params: dict[str, Tensor]) -> Tensor:
         """Set the rectangles ``boxes`` of normalized images to 0, the mean, in place; return them.
 
         images: float [B, C, H, W].
         """
-        if params.boxes is None:
+        if "boxes" not in params:
             return images
-        top, left, bottom, right = params.boxes[:, :, None, None].unbind(1)
+        top, left, bottom, right = params["boxes"][:, :, None, None].unbind(1)
         rows = torch.arange(self.height, device=images.device)[None, :, None]
         columns = torch.arange(self.width, device=images.device)[None, None, :]
         inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)

@@ -47,7 +47,11 @@ def check(datasets: Datasets, config: DataConfig) -> None:
     try:
         check_split(datasets.train, "train", num_classes=num_classes)
         check_split(datasets.eval, "eval", num_classes=num_classes)
-        check_shapes(datasets)
+        shape = shape_of(datasets.eval)
+        if shape != datasets.image_shape:
+            raise ValueError(
+                f"images must have one shape: train has {datasets.image_shape} and eval {shape}"
+            )
     except (RuntimeError, ValueError) as error:
         root = config.description["root"]
         name = f"data={config.name}" if root is None else f"data={config.name} data.root={root}"
@@ -60,18 +64,6 @@ def check(datasets: Datasets, config: DataConfig) -> None:
         f" for all: the number of channels of data={config.name} is {channels}",
     )
     config.augment.check_images(channels, height, width)
-
-
-def check_shapes(datasets: Datasets) -> None:
-    """Check that the images of both splits have one shape; ValueError if not.
-
-    Raises RuntimeError if the first image of a split has to be read and cannot be.
-    """
-    shape = shape_of(datasets.eval)
-    if shape != datasets.image_shape:
-        raise ValueError(
-            f"images must have one shape: train has {datasets.image_shape} and eval {shape}"
-        )
 
 
 def check_split(split: Split, name: str, *, num_classes: int) -> None:

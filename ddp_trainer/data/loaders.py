@@ -1,23 +1,20 @@
 """The loaders of a run: batches of this rank, augmented and normalized on the device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddp_trainer.config.data import DataConfig
-from ddp_trainer.data.augmentation import Augmentation, AugmentationParams
+from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import (
     Datasets,
     ImageTensors,
     Shape,
     Split,
-    class_counts,
     member,
-    sample_name,
 )
 from ddp_trainer.data.mixing import Mixing, build_mixing
 from ddp_trainer.data.normalize import Normalize
@@ -38,10 +35,6 @@ class Batch(NamedTuple):
     """int64 [B]: the positions of the samples in the data set."""
 
 
-Shares = list[slice] | Tensor
-"""For each step, the positions in an epoch's order of the samples that this rank reads."""
-
-
 @dataclass(frozen=True, slots=True)
 class TrainLoader:
     """Training batches: whole batches are cropped, mirrored, erased and mixed at once.
@@ -58,54 +51,52 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         sampler = self.sampler
-        steps = range(sampler.step, sampler.steps_per_epoch)
+        first_step = sampler.step
         order = sampler.order()
-        shares = self.shares(steps)
+        positions = self.positions()
+        params = {
+            name: values[positions]
+            for name, values in self.augmentation.draw(len(order), epoch=sampler.epoch).items()
+        }
+        ids = order[positions]
+        batches = self.reader.read(ids.to(self.reader.device), params.pop("crops", None))
 
-        # Order and random parameters of the epoch are copied to the device at once, because a copy
-        # in each step would make the host wait.
-        ids = order.to(self.device)
-        positions = shares_on(self.device, shares)
-        params = self.augmentation.draw(len(order), epoch=sampler.epoch).to(self.device)
-
-        batches = self.read(order, shares)
-        for step, share, (pixels, labels) in zip(steps, positions, batches, strict=True):
-            images = self.augment(pixels.to(self.device, non_blocking=True), params.at(share), step)
+        # Ids and random parameters of the epoch are copied to the device at once, because a copy in
+        # each step would make the host wait.
+        own_ids = ids[:, : sampler.local_batch_size].to(self.device)
+        params = {name: values.to(self.device) for name, values in params.items()}
+        for row, (pixels, labels) in enumerate(batches):
+            step = first_step + row
+            images = self.augment(
+                pixels.to(self.device, non_blocking=True),
+                {name: values[row] for name, values in params.items()},
+                step,
+            )
             labels = labels.to(self.device, non_blocking=True)
             if self.mixing is not None:
                 images, labels = self.mix(self.mixing, images, labels, step)
-            yield Batch(images, labels, ids[sampler.positions(step)])
+            yield Batch(images, labels, own_ids[row])
 
-    def shares(self, steps: range) -> Shares:
-        """Return the positions of the samples that this rank reads in each of `steps`.
+    def positions(self) -> Tensor:
+        """Return the positions, in the epoch's order, of the samples to read: int64 [steps, B].
 
-        With mixup or CutMix and more than one rank, they are int64 [steps, 2 · B]: the B positions
-        of this rank's samples, then the positions of the samples to mix them with. Else, they are
-        one slice for each step.
+        With mixup or CutMix and more than one rank, they are int64 [steps, 2 · B]: this rank's
+        samples, then the samples to mix them with.
         """
-        sampler = self.sampler
-        if self.mixing is None or sampler.num_replicas == 1:
-            return [sampler.positions(step) for step in steps]
-        size = sampler.global_batch_size
-        places = torch.arange(sampler.rank, size, sampler.num_replicas)
-        return torch.tensor(steps)[:, None] * size + torch.cat([places, (places + 1) % size])
+        positions = self.sampler.positions()
+        if self.mixing is None or self.sampler.num_replicas == 1:
+            return positions
+        size = self.sampler.global_batch_size
+        partners = positions // size * size + (positions + 1) % size
+        return torch.cat([positions, partners], dim=1)
 
-    def read(self, order: Tensor, shares: Shares) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pixels, uint8 [B, C, H, W], and labels of each share of `order`, int64 [N]."""
-        crops = None
-        if self.reader.has_random_crops:
-            draws = self.augmentation.draw_crops(len(order), epoch=self.sampler.epoch)
-            crops = None if draws is None else (draws[share] for share in shares)
-        ids = order.to(self.reader.device)
-        return self.reader.read((ids[at] for at in shares_on(self.reader.device, shares)), crops)
-
-    def augment(self, pixels: Tensor, params: AugmentationParams, step: int) -> Tensor:
+    def augment(self, pixels: Tensor, params: dict[str, Tensor], step: int) -> Tensor:
         """Return images of the epoch's global batch `step`, augmented and normalized.
 
         pixels: uint8 [B, C, H, W] -> float32 [B, C, H, W].
         """
         augmentation = self.augmentation
-        cropped = augmentation.crop(augmentation.pad(pixels), params)
+        cropped = augmentation.crop(pixels, params)
         changed = augmentation.transform(cropped, epoch=self.sampler.epoch, step=step)
         return augmentation.erase(self.normalize(changed), params)
 
@@ -121,11 +112,6 @@ class TrainLoader:
             images = torch.cat([images, images.roll(-1, 0)])
             labels = torch.cat([labels, labels.roll(-1, 0)])
         return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))
-
-
-def shares_on(device: torch.device, shares: Shares) -> Shares:
-    """Return `shares` on `device`; slices are on any device."""
-    return shares.to(device) if isinstance(shares, Tensor) else shares
 
 
 class EvaluationLoader:
@@ -154,22 +140,15 @@ class EvaluationLoader:
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """The two loaders of a run, and a description of their data."""
+    """The two loaders of a run, and their data."""
 
     train: TrainLoader
     eval: EvaluationLoader
-    image_shape: Shape
-    class_names: list[str]
+    datasets: Datasets
     preprocessing: dict[str, Any]
     """The preprocessing of a model's input, as it is saved in checkpoints."""
-    fingerprint: str
-    """A digest of the samples of both splits."""
     bad_samples: list[tuple[str, str]]
     """Name and reason of each bad image of this rank, to which readers append."""
-    class_counts: Tensor | None
-    """Number of training samples of each class, int64 [C] on the CPU; None: unknown."""
-    eval_name: Callable[[int], str]
-    """Returns the name of an evaluation sample, such as its file's path."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -217,18 +196,14 @@ def build_loaders(
             mixing=build_mixing(config.augment, num_classes=num_classes, **size),
         ),
         eval=EvaluationLoader(reader(datasets.eval), normalize, world, batch_size=eval_batch_size),
-        image_shape=shape,
-        class_names=list(datasets.class_names),
+        datasets=datasets,
         preprocessing={
             "mean": config.mean,
             "std": config.std,
             "image_shape": list(shape),
             "center_crop": member(datasets.eval, "center_crop"),
         },
-        fingerprint=datasets.fingerprint,
         bad_samples=bad_samples,
-        class_counts=class_counts(datasets.train, num_classes),
-        eval_name=partial(sample_name, datasets.eval),
     )
 
 

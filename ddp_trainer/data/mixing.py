@@ -1,5 +1,6 @@
 """Mixup and CutMix: each image is mixed with the next one of the global batch."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ class Mix(NamedTuple):
     """The part that CutMix replaces: top, left, bottom, right. None: mixup, a weighted mean."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mixing:
     """Mixes pairs of images, in a way that is a function of (seed, epoch, step) alone.
 
@@ -26,14 +28,11 @@ class Mixing:
     1905.04899).
     """
 
-    def __init__(
-        self, config: AugmentConfig, *, height: int, width: int, num_classes: int, seed: int
-    ) -> None:
-        self.config = config
-        self.height = height
-        self.width = width
-        self.num_classes = num_classes
-        self.seed = seed
+    config: AugmentConfig
+    height: int
+    width: int
+    num_classes: int
+    seed: int
 
     def draw(self, *, epoch: int, step: int) -> Mix:
         """Return how to mix a global batch; of mixup and CutMix, each is drawn half of the time."""
@@ -79,4 +78,4 @@ def span(center: float, scale: float, size: int) -> tuple[int, int]:
 
 def build_mixing(config: AugmentConfig, **options: int) -> Mixing | None:
     """Return `Mixing` with `options`, its other arguments; None without mixup and CutMix."""
-    return Mixing(config, **options) if config.mixup > 0 or config.cutmix > 0 else None
+    return Mixing(config=config, **options) if config.mixup > 0 or config.cutmix > 0 else None

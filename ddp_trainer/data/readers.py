@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ddp_trainer.data.dataset import (
     BadSampleError,
     ImageTensors,
     Shape,
-    member,
     num_samples,
     read_sample,
     sample_name,
@@ -34,8 +33,6 @@ PendingBatch = tuple[Tensor, Tensor, list[Future[None]]]
 
 class ResidentReader:
     """Reads batches of images that stay in the memory of `device`."""
-
-    has_random_crops = False
 
     def __init__(self, images: ImageTensors, *, device: torch.device) -> None:
         self.pixels = images.images.to(device)
@@ -72,16 +69,8 @@ class SampleReader:
     """uint8 [C, 1, 1], the color that replaces a bad sample, whose label is `NO_LABEL`."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     """Name and reason of each bad sample, to which the reader appends."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which `read` takes the ids of samples: the CPU."""
-        return torch.device("cpu")
-
-    @property
-    def has_random_crops(self) -> bool:
-        """Whether the data set can crop at random: it has the method ``read``."""
-        return callable(member(self.dataset, "read"))
+    device: ClassVar = torch.device("cpu")
+    """The device on which `read` takes the ids of samples."""
 
     def __len__(self) -> int:
         return num_samples(self.dataset)

@@ -40,9 +40,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
         return len(range(self.rank, self.global_batch_size, self.num_replicas))
 
     def set_epoch(self, epoch: int, step: int = 0) -> None:
-        """Set the epoch; iterating then starts at global batch `step` of this epoch (0:
-        the first).
-        """
+        """Set the epoch, and the global batch at which iterating then starts."""
         super().set_epoch(epoch)
         self.step = step
 
@@ -54,15 +52,16 @@ class GlobalBatchSampler(DistributedSampler[int]):
             self.length, generator=generator(self.seed, epoch=self.epoch, purpose="order")
         )
 
-    def positions(self, step: int) -> slice:
-        """Return the positions of this rank's share of global batch `step` in the epoch's order."""
-        start = step * self.global_batch_size
-        return slice(start + self.rank, start + self.global_batch_size, self.num_replicas)
+    def positions(self) -> Tensor:
+        """Return the positions, in the order, of this rank's samples: int64 [steps, B].
+
+        A row has the samples of one global batch, from `step` on.
+        """
+        starts = torch.arange(self.step, self.steps_per_epoch) * self.global_batch_size
+        return starts[:, None] + torch.arange(self.rank, self.global_batch_size, self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:  # type: ignore[override]
-        order = self.order()
-        for step in range(self.step, self.steps_per_epoch):
-            yield from order[self.positions(step)].tolist()
+        yield from self.order()[self.positions()].flatten().tolist()
 
     def __len__(self) -> int:
         return (self.steps_per_epoch - self.step) * self.local_batch_size

@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.utils import make_grid
 
+from ddp_trainer.data.dataset import class_counts
 from ddp_trainer.data.readers import read_images
 from ddp_trainer.observers.loggers.base import Loggers
 from ddp_trainer.scores.pictures import (
@@ -78,9 +79,10 @@ class Pictures(Observer):
         mean = loaders.preprocessing["mean"]
         std = loaders.preprocessing["std"]
         pictures = {"first_batch": grid_png(images, mean=mean, std=std)}
-        if loaders.class_counts is not None:
-            counts = loaders.class_counts.tolist()
-            pictures["class_sizes"] = bars_png(loaders.class_names, counts)
+        names = loaders.datasets.class_names
+        counts = class_counts(loaders.datasets.train, len(names))
+        if counts is not None:
+            pictures["class_sizes"] = bars_png(names, counts.tolist())
         folder = run.run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         for name, content in pictures.items():
@@ -92,7 +94,7 @@ class Pictures(Observer):
 
         rows: the result of `SampleResults.gather`, float64 [N, 6].
         """
-        names = run.loaders.class_names
+        names = run.loaders.datasets.class_names
         scores = Scores(rows, names)
         confusion = confusion_png(scores.confusion, names)
         self.loggers.call("image", "eval/confusion_matrix", confusion, run.step)

@@ -123,7 +123,7 @@ class StepTimes(Observer):
         step = run.train_step
         per_device = utilization_per_rate(
             step.model,
-            run.loaders.image_shape,
+            run.loaders.datasets.image_shape,
             device=run.world.device,
             dtype=step.settings.autocast_dtype,
         )

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def write_matrix(path: Path, scores: Scores) -> None:
 
 
 def describe_mistake(
-    row: list[float], class_names: list[str], paths: Callable[[int], str]
+    row: list[float], class_names: Sequence[str], paths: Callable[[int], str]
 ) -> dict[str, Any]:
     """Return an entry of mistakes.json. row: a row of the result of `SampleResults.gather`."""
     number = int(row[ID])

@@ -1,6 +1,7 @@
 """Scores computed from the predictions for all samples."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ class Scores:
     """The scores of a model. rows: float64 [N, 6], the result of `SampleResults.gather`."""
 
     rows: Tensor
-    class_names: list[str]
+    class_names: Sequence[str]
 
     @property
     def count(self) -> int:

@@ -6,6 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from ddp_trainer.config.observers import ReportConfig
+from ddp_trainer.data.dataset import sample_name
 from ddp_trainer.data.readers import read_images
 from ddp_trainer.scores.files import FOLDER, write_evaluation
 from ddp_trainer.scores.scores import Scores
@@ -53,8 +54,8 @@ def write_scores(run: TrainingRun, rows: Tensor) -> None:
 
     write_evaluation(
         run.run_dir / FOLDER / f"last-{data.eval_split}",
-        Scores(rows, run.loaders.class_names),
+        Scores(rows, run.loaders.datasets.class_names),
         about,
-        paths=run.loaders.eval_name,
+        paths=partial(sample_name, run.loaders.datasets.eval),
         read=partial(read_images, run.loaders.eval.reader),
     )

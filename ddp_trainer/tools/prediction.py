@@ -108,7 +108,7 @@ def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list
 def pictures_in(folder: str) -> list[str]:
     """Return the sorted paths of the images in a folder and its subfolders."""
     try:
-        names = sorted(name for name, _, _ in walk(os.fsencode(folder), b"", {}, set()))
+        names = sorted(name for name, _, _ in walk(os.fsencode(folder), b"", [], set()))
     except OSError as error:
         message = f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
         raise path_error(error, message) from error

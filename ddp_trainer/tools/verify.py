@@ -161,7 +161,7 @@ def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
     sampler.set_epoch(epoch)
     order = sampler.order()
     digest = SampleDigest(torch.device("cpu"))
-    for step in range(sampler.steps_per_epoch):
-        digest.add(order[sampler.positions(step)], step=step)
+    for step, positions in enumerate(sampler.positions()):
+        digest.add(order[positions], step=step)
     total, count = digest.vector.tolist()
     return SampleDigest.text(total), count

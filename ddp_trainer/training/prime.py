@@ -28,7 +28,7 @@ def prime(step: TrainStep, loaders: Loaders, config: Any) -> None:
     if config.compile and share % passes:
         counts.append(count + 1)
     black = [
-        torch.zeros(number, *loaders.image_shape, dtype=torch.uint8, device=device)
+        torch.zeros(number, *loaders.datasets.image_shape, dtype=torch.uint8, device=device)
         for number in counts
     ]
     try:
@@ -42,7 +42,7 @@ def prime(step: TrainStep, loaders: Loaders, config: Any) -> None:
             "global_batch_size, or start fewer ranks"
         ) from error
 
-    expected = [count, len(loaders.class_names)]
+    expected = [count, len(loaders.datasets.class_names)]
     require(
         list(logits.shape) == expected,
         f"model={config.model.name} must return logits [images, classes], which is {expected} "

@@ -197,7 +197,7 @@ def test_a_damaged_set_is_refused_by_naming_the_file(expected: str, tmp_path: Pa
     else:
         assert message.startswith(f"data.root={root}: ")
         assert expected in message
-        assert message.endswith("; put the right files there")
+        assert "; put the right files there, or set data.root to another folder" in message
 
 
 @pytest.mark.parametrize("missing", [FILES[0], FILES[3], None])
@@ -205,8 +205,10 @@ def test_a_root_that_lacks_a_file_is_refused(missing: str | None, tmp_path: Path
     root = write_small_set(tmp_path / "root") if missing else tmp_path / "nowhere"
     if missing:
         (root / missing).unlink()
-    reason = f"lacks {missing}" if missing else "is not a folder"
-    with pytest.raises(ConfigError, match=rf"^data\.root={root} must be a folder .*: it {reason}$"):
+    lacking = missing or ", ".join(FILES)
+    with pytest.raises(
+        ConfigError, match=rf"^data\.root={root} must be a folder .*: it lacks {lacking}$"
+    ):
         build_resident(fashion_mnist(root))
 
 
@@ -292,7 +294,8 @@ def test_debians_files_are_found_before_those_in_the_cache(
     assert locate("~/cache/torch/fashion_mnist") == cache
     (cache / FILES[0]).write_bytes(zeros(6, 5, 5)[:-1])
     with pytest.raises(
-        ConfigError, match=r"^data\.root=null: .* is damaged: .*; remove the folder, or set data"
+        ConfigError,
+        match=r"^data\.root=null: .* is damaged: .*; put the right files there, or set data",
     ):
         build_resident(fashion_mnist())
 

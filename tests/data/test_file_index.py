@@ -63,7 +63,9 @@ def test_a_saved_index_is_that_of_the_scan(root: Path, scans: list[Path], tmp_pa
     assert names(first) == names(second) == sorted(NAMES)
     assert first.class_names == second.class_names == ["cat", "dog"]
     assert first.counts.tolist() == second.counts.tolist() == [3, 2]
-    assert second.sizes.tolist() == [os.path.getsize(second.path(number)) for number in range(5)]
+    assert second.files["size"].tolist() == [
+        os.path.getsize(second.path(number)) for number in range(5)
+    ]
     assert (first.digest(), first.digest(with_times=True)) == (
         second.digest(),
         second.digest(with_times=True),

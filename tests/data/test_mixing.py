@@ -103,7 +103,7 @@ def test_each_batch_and_epoch_is_drawn_anew(kind: str) -> None:
 
 def test_an_image_is_mixed_with_the_next_and_so_are_their_labels() -> None:
     mixing = Mixing(
-        AugmentConfig(mixup=0.4), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3
+        config=AugmentConfig(mixup=0.4), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3
     )
     for step, (mixed, plain) in enumerate(zip(batches(KINDS["mixup"]), batches({}), strict=True)):
         weight = mixing.draw(epoch=1, step=step).weight
@@ -119,7 +119,11 @@ def test_an_image_is_mixed_with_the_next_and_so_are_their_labels() -> None:
 
 def test_a_cut_part_is_that_of_the_next_image_and_its_area_the_share_of_its_label() -> None:
     mixing = Mixing(
-        AugmentConfig(cutmix=1.0), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3
+        config=AugmentConfig(cutmix=1.0),
+        height=HEIGHT,
+        width=WIDTH,
+        num_classes=NUM_CLASSES,
+        seed=3,
     )
     for step, (mixed, plain) in enumerate(zip(batches(KINDS["cutmix"]), batches({}), strict=True)):
         mix = mixing.draw(epoch=1, step=step)
@@ -137,7 +141,7 @@ def test_a_cut_part_is_that_of_the_next_image_and_its_area_the_share_of_its_labe
 
 def test_shares_have_the_configured_distribution() -> None:
     config = AugmentConfig(mixup=0.4, cutmix=1.0)
-    mixing = Mixing(config, height=200, width=100, num_classes=2, seed=0)
+    mixing = Mixing(config=config, height=200, width=100, num_classes=2, seed=0)
     mixes = [mixing.draw(epoch=0, step=step) for step in range(4000)]
     added = torch.tensor([mix.weight for mix in mixes if mix.box is None])
     assert len(added) == pytest.approx(2000, abs=200)
@@ -146,7 +150,7 @@ def test_shares_have_the_configured_distribution() -> None:
 
 
 def test_a_pair_with_a_bad_image_counts_as_none() -> None:
-    mixing = Mixing(AugmentConfig(mixup=1.0), height=2, width=2, num_classes=3, seed=0)
+    mixing = Mixing(config=AugmentConfig(mixup=1.0), height=2, width=2, num_classes=3, seed=0)
     labels = torch.tensor([0, NO_LABEL, 2]), torch.tensor([1, 2, NO_LABEL])
     _, shares = mixing.apply(
         torch.zeros(6, 1, 2, 2), torch.cat(labels), mixing.draw(epoch=0, step=0)

@@ -103,10 +103,9 @@ def test_random_crops_reach_read_and_do_not_depend_on_ranks(
         for rank in range(world_size):
             ours = loaders(build(train, Tiles([0])), config, rank=rank, world_size=world_size)
             ours.sampler.set_epoch(epoch)
-            expected = ours.train.augmentation.draw_crops(18, epoch=epoch)
-            assert expected is not None
-            for step, images in enumerate(pixels(ours.train)):
-                share = expected[ours.sampler.positions(step)]
+            expected = ours.train.augmentation.draw(18, epoch=epoch)["crops"]
+            for positions, images in zip(ours.sampler.positions(), pixels(ours.train), strict=True):
+                share = expected[positions]
                 assert torch.equal(images[:, 0, 0, :4], (share * 255).round().to(torch.uint8))
                 draws += share.tolist()
         assert len({tuple(row) for row in draws}) == 18  # each image has its own crop
@@ -209,10 +208,10 @@ def test_labels_that_do_not_fit_are_one_error(
         build(train, train)
 
 
-def test_images_in_memory_draw_no_crops() -> None:
+def test_images_in_memory_are_not_cropped() -> None:
     images = torch.zeros(6, 1, SIDE, SIDE, dtype=torch.uint8)
     split = ImageTensors(images, torch.zeros(6, dtype=torch.int64))
     assert num_samples(split) == 6
     ours = loaders(Datasets(split, split, ["a"]), TilesConfig())
-    assert not ours.train.reader.has_random_crops
-    assert len(list(ours.train)) == 1
+    [batch] = ours.train
+    assert batch.images.shape == (6, 1, SIDE, SIDE)

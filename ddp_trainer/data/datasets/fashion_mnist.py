@@ -50,12 +50,10 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
         train = read_split(folder, "train")
         evaluation = read_split(folder, "t10k")
     except ConfigError as error:
-        fix = (
-            "put the right files there"
-            if config.root
-            else "remove the folder, or set data.root to another folder"
-        )
-        raise ConfigError(f"data.root={config.root or 'null'}: {error}; {fix}") from error
+        raise ConfigError(
+            f"data.root={config.root or 'null'}: {error}; put the right files there, or set"
+            " data.root to another folder"
+        ) from error
     return Datasets(train=train, eval=evaluation, class_names=CLASS_NAMES)
 
 
@@ -66,17 +64,15 @@ def locate(data_root: str | None) -> Path:
     of a download.
     """
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
-    for folder in (
-        (DEBIAN_FOLDER, cache) if data_root is None else (Path(os.path.expanduser(data_root)),)
-    ):
+    folders = [DEBIAN_FOLDER, cache] if data_root is None else [Path(data_root).expanduser()]
+    for folder in folders:
         missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
         if not missing:
             return folder
         require(
             data_root is None,
             f"data.root={data_root} must be a folder with Fashion-MNIST's four IDX files, gzipped"
-            " or not: it"
-            f" {'lacks ' + ', '.join(missing) if os.path.isdir(folder) else 'is not a folder'}",
+            f" or not: it lacks {', '.join(missing)}",
         )
     try:
         download(cache)
@@ -86,8 +82,7 @@ def locate(data_root: str | None) -> Path:
         raise ConfigError(
             f"the files of data=fashion_mnist are missing and the download into {cache} failed"
             f" ({' '.join(str(error).split())}): set data.root to a folder with the four IDX files,"
-            f" install Debian's dataset-fashion-mnist, which puts them into {DEBIAN_FOLDER}, or"
-            " make the download possible"
+            " install Debian's dataset-fashion-mnist, or make the download possible"
         ) from error
     return cache
 
@@ -97,10 +92,7 @@ def download(folder: Path) -> None:
     from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    holder = (
-        f"another process has been downloading {folder} for {LOCK_SECONDS:.0f} s: is it still"
-        " running?"
-    )
+    holder = f"another process has been downloading {folder} for 10 min: is it still running?"
     with lock_file(folder.parent / f"{folder.name}.lock", seconds=LOCK_SECONDS, holder=holder):
         if folder.is_dir():
             return

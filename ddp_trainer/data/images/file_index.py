@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,7 @@ MIN_AGE_SECONDS = 3.0
 NUM_CHECKED_FILES = 1000
 """Number of files to compare: overwriting a file does not change its folder's time."""
 
-SAVED = (
-    "class_names",
-    "counts",
-    "names",
-    "ends",
-    "sizes",
-    "times",
-    "folders",
-    "folder_times",
-)
+SAVED = ("class_names", "counts", "files", "folders")
 """The fields of an index that its file has."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -56,26 +48,17 @@ class FileIndex:
     """The name of each class; in `scan`, the sorted class folders. A class may have no image."""
     counts: Array
     """int64 [classes]: number of images of each class."""
-    names: bytes
-    """The names of all files, relative to `root`, one after another."""
-    ends: Array
-    """int64 [N]: where each name ends in `names`."""
-    sizes: Array
-    """int64 [N]: size of each file in bytes."""
-    times: Array
-    """int64 [N]: when each file was changed, in ns."""
-    folders: list[bytes]
-    """All folders that were read, relative to `root`."""
-    folder_times: Array
-    """int64 [folders]: when each folder was changed, in ns."""
+    files: Array
+    """[N]: name, size and time of each image, see `File`."""
+    folders: Array
+    """[folders]: name, size and time of all folders that were read."""
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.files)
 
     def path(self, index: int) -> bytes:
         """Return the path of the file `index`."""
-        start = self.ends[index - 1] if index else 0
-        return os.path.join(os.fsencode(self.root), self.names[start : self.ends[index]])
+        return os.path.join(os.fsencode(self.root), self.files["name"][index])
 
     def digest(self, *, with_times: bool = False) -> str:
         """Return a digest of names and sizes, and of times if `with_times`.
@@ -84,11 +67,9 @@ class FileIndex:
         """
         digest = hashlib.sha256("\0".join(self.class_names).encode(errors="surrogateescape"))
         digest.update(self.counts.data)
-        digest.update(self.names)
-        digest.update(self.ends.data)
-        digest.update(self.sizes.data)
-        if with_times:
-            digest.update(self.times.data)
+        digest.update(b"\0".join(self.files["name"].tolist()))
+        for field in ("size", "time") if with_times else ("size",):
+            digest.update(self.files[field].tobytes())
         return digest.hexdigest()
 
     def is_current(self) -> bool:
@@ -97,16 +78,17 @@ class FileIndex:
         Raises OSError if one of them does not exist any more.
         """
         count = min(NUM_CHECKED_FILES, len(self))
-        chosen = np.unique(np.linspace(0, len(self) - 1, count).astype(np.int64)).tolist()
-        folders = [os.path.join(os.fsencode(self.root), name) for name in self.folders]
+        chosen = np.linspace(0, len(self) - 1, count).astype(np.int64)
+        expected = [*self.folders.tolist(), *self.files[chosen].tolist()]
         with ThreadPoolExecutor(SCAN_THREADS) as pool:
-            folder_stats = list(pool.map(os.stat, folders))
-            file_stats = list(pool.map(os.stat, map(self.path, chosen)))
-        return (
-            [stat.st_mtime_ns for stat in folder_stats] == self.folder_times.tolist()
-            and [stat.st_mtime_ns for stat in file_stats] == self.times[chosen].tolist()
-            and [stat.st_size for stat in file_stats] == self.sizes[chosen].tolist()
-        )
+            found = pool.map(partial(stat_file, os.fsencode(self.root)), [e[0] for e in expected])
+            return list(found) == expected
+
+
+def stat_file(root: bytes, name: bytes) -> File:
+    """Return the `File` of a file or folder."""
+    status = os.stat(os.path.join(root, name))
+    return name, status.st_size, status.st_mtime_ns
 
 
 @contextmanager
@@ -129,9 +111,7 @@ def load_index(root: Path, cache_dir: Path) -> FileIndex:
     path = cache_dir / f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.index"
     if (saved := read_index(path, root)) is not None:
         return saved
-    holder = (
-        f"another process has been scanning {root} for {LOCK_SECONDS:.0f} s: is it still running?"
-    )
+    holder = f"another process has been scanning {root} for an hour: is it still running?"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_file(path.with_suffix(".lock"), seconds=LOCK_SECONDS, holder=holder):
@@ -151,7 +131,7 @@ def scan(root: Path, path: Path) -> FileIndex:
         show_progress(f"scanning {root}") as advance,
         ThreadPoolExecutor(SCAN_THREADS) as pool,
     ):
-        folders = {b"": os.stat(root).st_mtime_ns}
+        folders = [stat_file(os.fsencode(root), b"")]
         entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
         classes = sorted(entry.name for entry in entries if entry.is_dir())
 
@@ -177,10 +157,9 @@ def index_files(
     parts: list[list[File]] = [[] for _ in class_names]
     with path_errors():
         for label, name in sorted(zip(labels, names, strict=True)):
-            status = os.stat(name)
-            parts[label].append((os.path.relpath(name, root), status.st_size, status.st_mtime_ns))
+            parts[label].append(stat_file(root, os.path.relpath(name, root)))
     folder = Path(os.fsdecode(root))
-    return build_index(folder, cache_dir / "none.index", class_names, parts, folders={})
+    return build_index(folder, cache_dir / "none.index", class_names, parts, folders=[])
 
 
 def build_index(
@@ -188,43 +167,42 @@ def build_index(
     saved_in: Path,
     class_names: list[str],
     parts: Sequence[list[File]],
-    folders: dict[bytes, int],
+    folders: list[File],
 ) -> FileIndex:
     """Return the index of the files below `root`.
 
-    parts: the files of each class; folders: modification time of each folder in ns; saved_in: the
-    file for the index.
+    parts: the files of each class; folders: the folders that were read; saved_in: the file for the
+    index.
     """
-    files = [file for part in parts for file in part]
-    numbers = np.array([(len(file[0]), *file[1:]) for file in files], np.int64).reshape(-1, 3)
     return FileIndex(
         root=root,
         saved_in=saved_in,
         class_names=class_names,
         counts=np.array(list(map(len, parts)), np.int64),
-        names=b"".join(name for name, _, _ in files),
-        ends=numbers[:, 0].cumsum(),
-        sizes=numbers[:, 1].copy(),
-        times=numbers[:, 2].copy(),
-        folders=list(folders),
-        folder_times=np.array(list(folders.values()), np.int64),
+        files=as_array([file for part in parts for file in part]),
+        folders=as_array(folders),
     )
 
 
+def as_array(files: list[File]) -> Array:
+    """Return `files` as an array with the fields name, size and time."""
+    longest = max((len(name) for name, _, _ in files), default=1)
+    return np.array(files, [("name", f"S{longest}"), ("size", np.int64), ("time", np.int64)])
+
+
 def walk(
-    root: bytes, folder: bytes, folders: dict[bytes, int], visited: set[tuple[int, int]]
+    root: bytes, folder: bytes, folders: list[File], visited: set[tuple[int, int]]
 ) -> Iterator[File]:
     """Yield each image in `folder` and below it as a `File` relative to `root`.
 
-    Each folder is read once: its device and inode are added to `visited`, its modification time in
-    ns to `folders`.
+    Each folder is read once, and added to `folders`; its device and inode are added to `visited`.
     """
     path = os.path.join(root, folder)
     status = os.stat(path)
     if (status.st_dev, status.st_ino) in visited:  # a link to a folder that was visited
         return
     visited.add((status.st_dev, status.st_ino))
-    folders[folder] = status.st_mtime_ns
+    folders.append((folder, status.st_size, status.st_mtime_ns))
     with os.scandir(path) as entries:
         for entry in entries:
             name = os.path.join(folder, entry.name)
@@ -240,7 +218,7 @@ def walk(
 
 def save_index(index: FileIndex) -> FileIndex:
     """Return `index`, after trying to save it unless a folder changed just now."""
-    if len(index) and time.time_ns() - int(index.folder_times.max()) > MIN_AGE_SECONDS * 1e9:
+    if len(index) and time.time_ns() - int(index.folders["time"].max()) > MIN_AGE_SECONDS * 1e9:
         content: dict[str, Any] = {name: getattr(index, name) for name in SAVED}
         with suppress(OSError), replace_file(index.saved_in) as file:
             np.savez(file, allow_pickle=False, **content)
@@ -252,8 +230,7 @@ def read_index(path: Path, root: Path) -> FileIndex | None:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             content: dict[str, Any] = dict(saved)
-        for name in ("class_names", "names", "folders"):
-            content[name] = content[name].tolist()
+        content["class_names"] = content["class_names"].tolist()
         index = FileIndex(root=root, saved_in=path, **content)
         return index if index.is_current() else None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):

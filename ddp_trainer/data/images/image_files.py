@@ -74,7 +74,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
     def decode(self, index: int) -> Tensor:
         """Return a whole image, uint8 [3, H, W], from its file."""
-        size = int(self.files.sizes[index])
+        size = int(self.files.files["size"][index])
         try:
             data = np.fromfile(self.files.path(index), np.uint8)
         except OSError as error:

@@ -102,13 +102,9 @@ def open_cache(
     try:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
-            holder = (
-                f"another process has been building the cache {folder} for a week: is it still"
-                " running?"
-            )
-            with lock_file(
-                folder.with_name(f"{folder.name}.lock"), seconds=LOCK_SECONDS, holder=holder
-            ):
+            lock = folder.with_name(f"{folder.name}.lock")
+            holder = f"another process has been building {folder} for a week: is it still running?"
+            with lock_file(lock, seconds=LOCK_SECONDS, holder=holder):
                 if not folder.is_dir():
                     build(folder, read, count=count, num_threads=num_threads, task=task)
         return PixelCache(folder, count=count)
