@@ -4,7 +4,7 @@ import csv
 import heapq
 import io
 import math
-from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -81,21 +81,19 @@ class EvaluationFolder:
         return heapq.nlargest(MAX_PAIRS, pairs, key=itemgetter(0))
 
 
-def read_matrix(folder: FolderReader) -> tuple[list[str], list[array]]:
+def read_matrix(folder: FolderReader) -> tuple[list[str], list[list[int]]]:
     """Return class names and rows of confusion_matrix.csv; empty if it is missing or damaged."""
     data = folder.read_bytes("confusion_matrix.csv")
     if data is None:
         return [], []
     reader = csv.reader(io.StringIO(data.decode(errors="surrogateescape"), newline=""))
-    try:
-        names = [text(name) for name in next(reader, [])[1:]]
-        rows = [array("q", map(int, row[1:])) for row in reader if row]
-        if any(len(row) != len(names) or min(row) < 0 for row in [*rows, names and rows[0]]):
-            raise ValueError("a row of another length, or a negative count")
-        if len(rows) == len(names):
+    with suppress(csv.Error, ValueError):
+        head, *lines = filter(None, reader)
+        names = [text(name) for name in head[1:]]
+        rows = [[int(cell) for cell in line[1:]] for line in lines]
+        is_square = [len(row) for row in rows] == [len(names)] * len(names)
+        if is_square and min(map(min, rows)) >= 0:
             return names, rows
-    except (csv.Error, ValueError, OverflowError, IndexError):
-        pass
     folder.problems.append("confusion_matrix.csv is damaged.")
     return [], []
 
