@@ -54,14 +54,17 @@ def main(words: Sequence[str]) -> None:
             "predict runs in one process: start it without torchrun",
         )
         with disable_gc():  # imports torch
+            from ddp_trainer.tools.classifier import open_classifier
             from ddp_trainer.tools.prediction import find_pictures, predict_files
             from ddp_trainer.tools.trained_model import load_model
         trained = load_model(Path(paths[0]), options.checkpoint, overrides)
         files = find_pictures(paths[1:], sys.stdin.buffer)
+        classifier = open_classifier(trained)
+        results = predict_files(
+            classifier, trained.config, files, batch_size=options.batch_size, top=options.top
+        )
         try:
-            print_results(
-                predict_files(trained, files, batch_size=options.batch_size, top=options.top)
-            )
+            print_results(results)
         except BrokenPipeError:  # the reader has ended, as in: predict … | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(FAILURE)
