@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> None:
         files = find_pictures(paths[1:], sys.stdin.buffer)
         classifier = open_classifier(trained)
         results = predict_files(
-            classifier, trained.config, files, batch_size=options.batch_size, top=options.top
+            trained, classifier, files, batch_size=options.batch_size, top=options.top
         )
         try:
             print_results(results)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import path_error, require
-from ddp_trainer.config.schema import Config
 from ddp_trainer.data.images.file_index import IMAGE_FILES, walk
 from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
@@ -17,6 +16,7 @@ from ddp_trainer.distributed.environment import usable_cores
 from ddp_trainer.runtime import keep_freed_memory
 from ddp_trainer.tools.classifier import Classifier, Prediction, read_file
 from ddp_trainer.tools.preprocessing import Preprocessing
+from ddp_trainer.tools.trained_model import TrainedModel
 
 
 class PictureFiles(Dataset[tuple[Tensor, int]]):
@@ -38,10 +38,10 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
 
 
 def predict_files(
-    classifier: Classifier, config: Config, paths: list[str], *, batch_size: int, top: int
+    trained: TrainedModel, classifier: Classifier, paths: list[str], *, batch_size: int, top: int
 ) -> Iterator[tuple[str, Prediction | str]]:
-    """Yield each path, in order, with its prediction, or with the reason why there is none."""
-    threads = config.num_threads
+    """Yield each path, in order, with the prediction of `classifier`, or why there is none."""
+    threads = trained.config.num_threads
     torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
     keep_freed_memory()
     channels, height, width = classifier.preprocessing.image_shape
@@ -49,7 +49,7 @@ def predict_files(
         PictureFiles(paths, classifier.preprocessing),
         image_shape=(channels, height, width),
         num_classes=1,
-        num_workers=num_readers(config.data.num_workers, local_world_size=1),
+        num_workers=num_readers(trained.config.data.num_workers, local_world_size=1),
         pin_memory=classifier.device.type == "cuda",
     )
     parts = torch.arange(len(paths)).split(batch_size) if paths else ()
