@@ -385,12 +385,6 @@ COMMANDS = {
     "plan {tiny} latency_us=5 bandwidth_mbit=10 ranks=2,x": (
         "ranks=2,x must be whole numbers of at least 1"
     ),
-    "plan {tiny} latency_us=5 bandwidth_mbit=10 global_batch_size=3": (
-        "global_batch_size=3 must be at least 4"
-    ),
-    "plan {tiny} latency_us=5 bandwidth_mbit=10 gradient_accumulation_steps=4": (
-        "global_batch_size=12 must be"
-    ),
     "benchmark {tiny} strategies=rung": "strategies=rung is not a valid choice: choose from ddp,",
     "benchmark {tiny} strategies=ddp,data_parallel": (
         "sync=data_parallel is for one process with GPUs"
@@ -429,7 +423,7 @@ COMMANDS = {
     "export {run} format=tflite": (
         "format=tflite is not a valid choice; choose from safetensors, pt2, onnx"
     ),
-    "export {run} preprocessing=none": "preprocessing=none must be one of inside, outside",
+    "export {run} check_images=-1": "check_images=-1 must be 0 or more",
     "export {run} format=onnx": "format=onnx needs onnxscript: pip install 'ddp_trainer[export]'",
 }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from ddp_trainer import registry
@@ -24,13 +25,13 @@ from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 PHASES = {
-    "data_wait": "waiting for data",
-    "forward_backward": "forward and backward",
-    "communication": "exposed communication",
+    "data_wait": "data",
+    "forward_backward": "fwd/bwd",
+    "communication": "exposed comm",
     "optimizer": "optimizer",
     "other": "other",
 }
-"""The label of each phase of a step in benchmark.png."""
+"""The label of each phase of a step in the table and in benchmark.png."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,43 +87,23 @@ def benchmark(config: Config, run_dir: Path, options: BenchmarkOptions) -> None:
 def to_table(result: dict[str, Any]) -> Table:
     """Return the `result` of `compare_strategies` as a table with one row per strategy."""
     rows = result["rows"]
-    headers = (
-        "img/s",
-        "step ms",
-        f"× {rows[0]['name']}",
-        "min–max",
-        "data",
-        "fwd/bwd",
-        "exposed comm",
-        "optimizer",
-        "sent MB",
-        "expected",
-    )
-    caption = (
-        "MB per rank and step: sent by all programs on the hosts (measured), expected of"
-        " ddp_trainer (computed)"
-    )
-    table = Table("sync", *headers, title=title_of(result["about"]), caption=caption)
+    ratio = f"× {rows[0]['name']}"
+    headers = ("sync", "img/s", "step ms", ratio, "min–max", *PHASES.values())
+    table = Table(*headers, title=result["title"], caption="phases: milliseconds of a step")
     for row in rows:
-        sizes = (row["sent_bytes"], row["expected_sent_bytes"])
         table.add_row(
             row["name"],
             f"{row['images_per_second']:,.0f}",
             f"{row['step_ms']:.1f}",
             f"{row['relative']:.2f}",
             f"{row['relative_min']:.2f}–{row['relative_max']:.2f}",
-            *(
-                f"{milliseconds:.1f}"
-                for phase, milliseconds in row["phases_ms"].items()
-                if phase != "other"
-            ),
-            *("–" if size is None else f"{size / 1e6:.2f}" for size in sizes),
+            *(f"{row['phases_ms'][phase]:.1f}" for phase in PHASES),
         )
     return table
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write charts of speed and step phases to `path` if matplotlib is installed."""
+    """Write a chart of the phases of a step to `path` if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure  # an optional dependency
     except ModuleNotFoundError:
@@ -132,33 +113,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
         return
     rows = result["rows"][::-1]  # the first strategy at the top
-    names = [row["name"] for row in rows]
-    rates = [row["images_per_second"] for row in rows]
-    rounds = [row["images_per_second_by_round"] for row in rows]
-    ranges = [(rate - min(of), max(of) - rate) for rate, of in zip(rates, rounds, strict=True)]
-    figure = Figure(layout="constrained", figsize=(12, 1.6 + 0.38 * len(rows)))
-    left, right = figure.subplots(1, 2, sharey=True)
-    bars = left.barh(names, rates, xerr=list(zip(*ranges, strict=True)), capsize=2)
-    steps = [f"step time {row['relative']:.2f} × {names[-1]}" for row in rows]
-    left.bar_label(bars, steps, padding=8, fontsize=8)
-    left.margins(x=0.35)  # room for the labels
-    left.set(xlabel="images per second (median and range of the rounds)")
-    starts = [0.0] * len(rows)
+    names = [f"{row['name']}: {row['images_per_second']:,.0f} img/s" for row in rows]
+    figure = Figure(layout="constrained", figsize=(10, 1.6 + 0.38 * len(rows)))
+    axes = figure.subplots()
+    starts = np.zeros(len(rows))
     for phase, label in PHASES.items():
         lengths = [row["phases_ms"][phase] for row in rows]
-        right.barh(names, lengths, left=starts, label=label)
-        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-    right.set(xlabel="milliseconds per step")
-    figure.legend(loc="outside lower right", ncols=len(PHASES))
-    figure.suptitle(title_of(result["about"]))
+        axes.barh(names, lengths, left=starts, label=label)
+        starts += lengths
+    axes.set(xlabel="milliseconds per step", title=result["title"])
+    figure.legend(loc="outside lower center", ncols=len(PHASES))
     with writing(path):
         figure.savefig(path, dpi=110)
-
-
-def title_of(about: dict[str, Any]) -> str:
-    """Return the job that was measured as the title of the table and of the charts."""
-    return (
-        f"{about['model']}, {about['data']}, {about['world_size']} ranks of"
-        f" {about['threads_per_rank']} thread(s), {about['backend']}, {about['precision']}, global"
-        f" batch {about['global_batch_size']}"
-    )

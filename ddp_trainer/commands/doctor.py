@@ -30,8 +30,6 @@ from ddp_trainer.tools.doctor import Finding, examine, plural
 class DoctorOptions:
     """The options of the command."""
 
-    run_dir: str | None = None
-    """The directory whose disk is measured; null: the run directory of the config."""
     size_mb: int = field(default=25, metadata=POSITIVE)
     """Size of the measured all-reduce, in units of 2^20 bytes, such as DDP's buckets of 25."""
 
@@ -53,7 +51,7 @@ def main(words: Sequence[str]) -> None:
 def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
     """Examine the hosts, and exit with 2 on all ranks if one finding is an error. Collective."""
     with process_group(read_environment(), **config.process_group) as world:
-        findings = examine(world, run_dir=Path(options.run_dir or run_dir), size_mb=options.size_mb)
+        findings = examine(world, run_dir=run_dir, size_mb=options.size_mb)
     can_train = not any(finding.is_error for finding in findings)
     if world.is_main:
         print_findings(findings)

@@ -13,7 +13,6 @@ eval_batch_size, data.root and data.num_workers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
@@ -21,9 +20,6 @@ from ddp_trainer.config.data import SplitName
 from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
-
-if TYPE_CHECKING:
-    from ddp_trainer.tools.scoring import Scored
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,32 +39,12 @@ def main(words: Sequence[str]) -> None:
         require(len(paths) == 1, "evaluate takes one run directory: evaluate RUN_DIR")
         with disable_gc():
             from ddp_trainer.tools.scoring import score_run  # imports torch
-        scored = score_run(
+        lines = score_run(
             Path(paths[0]),
             checkpoint=options.checkpoint,
             split=options.split,
             overrides=overrides,
             environment=read_environment(),
         )
-        if scored is not None:
-            print_scores(scored)
-
-
-def print_scores(scored: "Scored") -> None:
-    """Print the scores, the three classes with the lowest recall, and the folder of the files."""
-    scores = scored.scores
-    trained = scored.trained
-    parts = [
-        f"loss {scores.loss:.4f}",
-        f"top-1 {scores.top1:.4f}",
-        f"top-5 {scores.top5:.4f}",
-        f"calibration error {scores.calibration_error():.4f}",
-        f"{scored.images_per_second:,.0f} img/s",
-    ]
-    checkpoint = f"{trained.checkpoint} (epoch {trained.epoch}, step {trained.step})"
-    images = f"{scores.count:,} {scored.split.name} images"
-    print(f"{checkpoint} on {images}: {' · '.join(parts)}")
-    recalls = {name: values["recall"] for name, values in scores.per_class().items()}
-    known = sorted((recall, name) for name, recall in recalls.items() if recall is not None)
-    print(f"lowest recall: {', '.join(f'{name} {recall:.4f}' for recall, name in known[:3])}")
-    print(f"wrote {scored.folder}")
+        for line in lines:
+            print(line)

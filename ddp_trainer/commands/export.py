@@ -1,20 +1,18 @@
 """Write the model of a run to files that other programs read:
 
     python -m ddp_trainer export outputs/pets
-    python -m ddp_trainer export outputs/pets format=onnx checkpoint=last preprocessing=outside
+    python -m ddp_trainer export outputs/pets format=onnx checkpoint=last
 
 Writes export/model.safetensors, export/model.pt2 (torch.export) and export/model.onnx in the run
 directory, or only those that the option format lists, and export/model_card.md, which explains how
-to use them. By default the pt2 and onnx models normalize the images themselves; with
-preprocessing=outside, the calling program must do so. A file is kept only if its probabilities
-differ by at most 1e-5 from those of the checkpoint on 1,000 images of the split on which the
-training evaluated. Config keys that do not change the trained model can be set too, for example
-data.root.
+to use them. The pt2 and onnx models normalize the uint8 images themselves. A file is kept only if
+its probabilities differ by at most 1e-5 from those of the checkpoint on 1,000 images of the split
+on which the training evaluated. Config keys that do not change the trained model can be set too,
+for example data.root.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
@@ -24,21 +22,12 @@ from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 
-class Place(Enum):
-    """The place of the preprocessing: in the exported files, or in the program that uses them."""
-
-    inside = "inside"
-    outside = "outside"
-
-
 @dataclass(kw_only=True, slots=True)
 class ExportOptions(CheckpointOptions):
     """The options of the command."""
 
     format: str = "safetensors,pt2,onnx"
     """The formats of the files to write, separated by commas."""
-    preprocessing: Place = Place.inside
-    """inside: pt2 and onnx take uint8 images [N, C, H, W]; outside: normalized float32."""
     check_images: int = field(default=1000, metadata=NOT_NEGATIVE)
     """Images on which files are compared with the checkpoint; 0: none, if the data is missing."""
 
@@ -59,6 +48,5 @@ def main(words: Sequence[str]) -> None:
             from ddp_trainer.tools.trained_model import load_model
         formats = [name.strip() for name in options.format.split(",")]
         trained = load_model(Path(paths[0]), options.checkpoint, overrides)
-        inside = options.preprocessing is Place.inside
-        lines = export_model(trained, formats, inside=inside, num_images=options.check_images)
+        lines = export_model(trained, formats, num_images=options.check_images)
         print("\n".join(lines))

@@ -1,4 +1,4 @@
-"""Predict the step time of each strategy (choice of sync) on more ranks than are available here:
+"""Predict the step time of ddp, allreduce, ring and parameter_server on more ranks than there are:
 
     torchrun --nproc_per_node=2 -m ddp_trainer plan model=resnet18 data=fashion_mnist
     python -m ddp_trainer plan bandwidth_mbit=1000 latency_us=100 model=resnet18
@@ -16,17 +16,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from ddp_trainer import registry
 from ddp_trainer.commands.command_line import run_command
 from ddp_trainer.commands.results import print_table, writing
 from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, require, setting
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
-from ddp_trainer.tools.costs import VARIANTS, Compute, Network, predict, smallest_hiding_batch
+from ddp_trainer.tools.costs import (
+    PREDICTED,
+    Compute,
+    Network,
+    exposed_seconds,
+    smallest_hiding_batch,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,13 +79,6 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
         "a single rank has no network to measure: start with torchrun --nproc_per_node=2, or set"
         " bandwidth_mbit and latency_us",
     )
-    # half of the batch is measured too, and BatchNorm may need 2 images in a pass
-    least = 4 * environment.world_size * config.gradient_accumulation_steps
-    require(
-        config.global_batch_size >= least,
-        f"global_batch_size={config.global_batch_size} must be at least {least}: 4 images per rank"
-        " and pass",
-    )
     with disable_gc():
         from ddp_trainer.start import start  # imports torch
         from ddp_trainer.tools.step_benchmark import measure_compute, measure_network
@@ -87,54 +86,60 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
         begun = start(config, environment, stack)
         compute = measure_compute(begun, steps=options.steps)
         if latency_us is None or bandwidth_mbit is None:
-            network = measure_network(compute, begun.world)
+            network = measure_network(begun.world)
         else:
             network = Network(latency=latency_us / 1e6, bandwidth=bandwidth_mbit * 1e6 / 8)
     if environment.rank == 0:
-        folder = run_dir.with_name(f"plan-{run_dir.name}")
-        report(config.model.name, compute, network, options.counts, folder)
+        print_plan(config.model.name, compute, network, options.counts)
+        content = {
+            "compute": asdict(compute),
+            "network": asdict(network),
+            "predictions": [
+                entry for count in options.counts for entry in predict(compute, network, count)
+            ],
+        }
+        path = run_dir.with_name(f"plan-{run_dir.name}") / "plan.json"
+        with writing(path):
+            path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def report(model: str, compute: Compute, network: Network, counts: list[int], folder: Path) -> None:
-    """Predict the step times for the numbers of ranks `counts`; print and write them."""
+def predict(compute: Compute, network: Network, world_size: int) -> list[dict[str, Any]]:
+    """Return the predicted step time of each strategy in seconds, and its efficiency.
+
+    The efficiency is the time of a single rank's step divided by that of this step.
+    """
+    alone = compute.forward_backward + compute.other
+    entries = []
+    for name, config in PREDICTED.items():
+        step = alone + exposed_seconds(config, compute, network, world_size)
+        entries.append(
+            {"strategy": name, "world_size": world_size, "step": step, "efficiency": alone / step}
+        )
+    return entries
+
+
+def print_plan(model: str, compute: Compute, network: Network, counts: list[int]) -> None:
+    """Print the measurements, and a table of step times with a row for each number of ranks."""
     print(
         f"{model}: {compute.forward_backward * 1e3:.1f} ms forward and backward of {compute.batch}"
         f" images per rank, {compute.other * 1e3:.1f} ms for the rest of a step;"
-        f" {compute.size / 1e6:.1f} MB of gradients; network {network.latency * 1e6:.0f} µs,"
-        f" {network.bandwidth * 8 / 1e6:,.0f} Mbit/s"
+        f" {compute.gradient_bytes / 1e6:.1f} MB of gradients; network"
+        f" {network.latency * 1e6:.0f} µs, {network.bandwidth * 8 / 1e6:,.0f} Mbit/s"
     )
     table = Table(
-        *("ranks", "all-reduce", "hidden from", *VARIANTS),
-        title=(
-            "predicted step time in milliseconds, and efficiency; the batch per rank stays the same"
-        ),
-        caption=(
-            "all-reduce: milliseconds; hidden from: smallest batch per rank whose computation lasts"
-            " as long"
-        ),
+        *("ranks", "all-reduce", "hidden from", *PREDICTED),
+        title="predicted step time in ms, and efficiency; the batch per rank stays the same",
+        caption="all-reduce: ms; hidden from: the smallest batch per rank that computes as long",
     )
-    predictions = []
     for count in counts:
-        row = [predict(strategy, compute, network, count) for strategy in VARIANTS]
-        predictions += row
-        batch = smallest_hiding_batch(compute, network, count)
+        steps = [
+            f"{entry['step'] * 1e3:,.1f} {entry['efficiency']:5.0%}"
+            for entry in predict(compute, network, count)
+        ]
         table.add_row(
             f"{count:,}",
-            f"{network.all_reduce(compute.size, count) * 1e3:,.1f}",
-            "no batch" if batch is None else f"{batch:,}",
-            *(
-                f"{prediction['step'] * 1e3:,.1f} {prediction['efficiency']:5.0%}"
-                for prediction in row
-            ),
+            f"{network.all_reduce(compute.gradient_bytes, count) * 1e3:,.1f}",
+            f"{smallest_hiding_batch(compute, network, count):,}",
+            *steps,
         )
     print_table(table)
-    known = {config.name for config in VARIANTS.values()}
-    unknown = [
-        choice.name
-        for choice in registry.choices("sync").values()
-        if choice.name not in known and not choice.schema.single_process
-    ]
-    print(f"not predicted: sync={', '.join(unknown)}")
-    content = {"compute": asdict(compute), "network": asdict(network), "predictions": predictions}
-    with writing(path := folder / "plan.json"):
-        path.write_text(json.dumps(content, indent=1) + "\n")

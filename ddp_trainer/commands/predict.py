@@ -26,7 +26,7 @@ from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 if TYPE_CHECKING:
-    from ddp_trainer.tools.prediction import BadFile, Prediction
+    from ddp_trainer.tools.classifier import Prediction
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,10 +54,15 @@ def main(words: Sequence[str]) -> None:
             "predict runs in one process: start it without torchrun",
         )
         with disable_gc():  # imports torch
-            from ddp_trainer.tools.prediction import predict_words
+            from ddp_trainer.tools.classifier import open_classifier
+            from ddp_trainer.tools.prediction import find_pictures, predict_files
             from ddp_trainer.tools.trained_model import load_model
         trained = load_model(Path(paths[0]), options.checkpoint, overrides)
-        results = predict_words(trained, paths[1:], batch_size=options.batch_size, top=options.top)
+        files = find_pictures(paths[1:], sys.stdin.buffer)
+        classifier = open_classifier(trained)
+        results = predict_files(
+            trained, classifier, files, batch_size=options.batch_size, top=options.top
+        )
         try:
             print_results(results)
         except BrokenPipeError:  # the reader has ended, as in: predict … | head
@@ -65,18 +70,17 @@ def main(words: Sequence[str]) -> None:
             sys.exit(FAILURE)
 
 
-def print_results(results: Iterator[tuple[str, "Prediction | BadFile"]]) -> None:
+def print_results(results: Iterator[tuple[str, "Prediction | str"]]) -> None:
     """Print a line of JSON for each prediction; print bad files and the speed on stderr."""
     num_good = 0
     num_bad = 0
     began = time.perf_counter()
     for path, result in results:
-        entry = asdict(result)
-        if "reason" in entry:
-            print(f"{printable(path)} cannot be read: {entry['reason']}", file=sys.stderr)
+        if isinstance(result, str):
+            print(f"{printable(path)} cannot be read: {result}", file=sys.stderr)
             num_bad += 1
         else:
-            print_line(json.dumps({"path": path, **entry}))
+            print_line(json.dumps({"path": path, **asdict(result)}))
             num_good += 1
     rate = (num_good + num_bad) / (time.perf_counter() - began)
     bad = f", {num_bad:,} could not be read" if num_bad else ""

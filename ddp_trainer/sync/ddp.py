@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,14 +35,8 @@ class DDPSync(GradientSync):
     evaluated or saved.
     """
 
-    def __init__(
-        self, config: DDPConfig, world: World, *, group: ProcessGroup | None = None
-    ) -> None:
-        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU, because torch's PowerSGD
-        hook then fails.
-
-        group: DDP's process group; None is the default group.
-        """
+    def __init__(self, config: DDPConfig, world: World) -> None:
+        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU, where its hook fails."""
         require(
             config.comm_hook is not CommHook.powersgd
             or world.device.type == "cuda"
@@ -52,7 +45,6 @@ class DDPSync(GradientSync):
             " CUDA_VISIBLE_DEVICES= (empty)",
         )
         super().__init__(config, world)
-        self.group = group
 
     @waiting()
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -66,17 +58,16 @@ class DDPSync(GradientSync):
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             bucket_cap_mb=self.config.cap_mb(4.0 * sum(p.numel() for p in model.parameters())),
             gradient_as_bucket_view=True,
-            process_group=self.group,
             **options,
         )
         match self.config.comm_hook:
             case CommHook.fp16:
-                replica.register_comm_hook(self.group, default_hooks.fp16_compress_hook)
+                replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
             case CommHook.bf16:
-                replica.register_comm_hook(self.group, default_hooks.bf16_compress_hook)
+                replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
             case CommHook.powersgd:
                 state = powerSGD_hook.PowerSGDState(
-                    process_group=self.group,
+                    process_group=None,
                     matrix_approximation_rank=self.config.powersgd_rank,
                     start_powerSGD_iter=self.config.powersgd_warmup_steps,
                 )

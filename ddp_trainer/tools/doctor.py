@@ -1,8 +1,6 @@
 """Examination of the hosts of a job: versions, cores, memory, disk, network and speed."""
 
 import os
-import re
-import shutil
 import socket
 import statistics
 import tempfile
@@ -72,28 +70,23 @@ def examine(world: World, *, run_dir: Path, size_mb: int) -> list[Finding]:
 def host_findings(world: World) -> list[Finding]:
     """Return the findings about this host: versions, GPUs, cores, memory and network interface."""
     versions = ", ".join(" ".join(item) for item in installed_versions().items())
-    shm_mb = shutil.disk_usage("/dev/shm").free // MB if os.path.isdir("/dev/shm") else 0
     interface = interface_towards(read_environment().master_addr) or "unknown"
     return [
         Finding("versions", versions),
         gpu_finding(),
         cores_finding(world),
         memory_finding(),
-        Finding("/dev/shm", f"{shm_mb:,} MB"),
         Finding("interface to rank 0", interface),
     ]
 
 
 def gpu_finding() -> Finding:
-    """Return the finding about number and kind of the GPUs, and their driver."""
+    """Return the finding about number and kind of the GPUs, and the version of CUDA."""
     # not device_count alone, because a driver may be too old
     if not torch.cuda.is_available():
-        return Finding("GPU, driver", "none")
-    path = Path("/proc/driver/nvidia/version")
-    version = re.search(r"\d+\.\d+[.\d]*", path.read_text() if path.exists() else "")
-    driver = f"driver {version[0] if version else 'unknown'}, CUDA {torch.version.cuda}"
+        return Finding("GPU, CUDA", "none")
     gpus = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
-    return Finding("GPU, driver", f"{gpus}, {driver}")
+    return Finding("GPU, CUDA", f"{gpus}, CUDA {torch.version.cuda}")
 
 
 def cores_finding(world: World) -> Finding:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.distributed.environment import installed_versions
 from ddp_trainer.files import replace_file
 from ddp_trainer.models.weights import load_state
 from ddp_trainer.tools.model_card import model_card
@@ -39,27 +38,16 @@ Program = Callable[[], Any]
 
 
 class ExportedModel(nn.Module):
-    """A module that returns the probabilities of the classes, float32 [N, classes], for images.
+    """Returns probabilities, float32 [N, classes], for images, uint8 [N, C, H, W]."""
 
-    Its input is uint8 [N, C, H, W] if it normalizes the images itself, else normalized float32.
-    """
-
-    def __init__(self, model: nn.Module, preprocessing: Preprocessing, *, normalizes: bool) -> None:
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()
         self.model = model
-        self.normalizes = normalizes
-        self.image_shape = preprocessing.image_shape
         self.normalize = Normalize(preprocessing.mean, preprocessing.std)
+        self.image_shape = preprocessing.image_shape
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return probabilities, float32 [N, classes]. images: the result of `prepare`."""
-        if self.normalizes:
-            images = self.normalize(images)
-        return self.model(images).softmax(1)
-
-    def prepare(self, pixels: Tensor) -> Tensor:
-        """Return the input of `forward` for `pixels`, uint8 [N, C, H, W] of the model's shape."""
-        return pixels if self.normalizes else self.normalize(pixels)
+        return self.model(self.normalize(images)).softmax(1)
 
 
 def check_formats(formats: list[str]) -> None:
@@ -74,75 +62,46 @@ def check_formats(formats: list[str]) -> None:
         require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
 
 
-def export_model(
-    trained: TrainedModel, formats: list[str], *, inside: bool, num_images: int
-) -> list[str]:
+@torch.no_grad()
+def export_model(trained: TrainedModel, formats: list[str], *, num_images: int) -> list[str]:
     """Write the model in each format, and its model card, to export/; return a line for each file.
 
-    inside: the files normalize the images themselves. num_images: images of the comparison.
+    num_images: the number of images on which the probabilities of a file must agree with those of
+    the checkpoint; 0: no comparison.
 
     Raises:
-        ConfigError, TransientError: the data or a format cannot be used, or a file cannot be
-        written.
+        ConfigError: the data or a format cannot be used, a file differs by more than `TOLERANCE`,
+        or cannot be written.
+        TransientError: the disk is full or does not answer.
     """
     check_formats(formats)
     images = example_images(trained, num_images)
     folder = trained.run_dir / "export"
-    differences = export_files(trained, formats, folder, preprocessing_inside=inside, images=images)
-    lines = []
-    for name, difference in differences.items():
-        path = folder / f"model.{name}"
-        compared = f"differs by at most {difference:.1e} on {len(images):,} images"
-        result = compared if len(images) else "not compared"
-        lines.append(f"wrote {path} ({path.stat().st_size / 1e6:,.1f} MB, {result})")
-    versions = installed_versions()
-    card = model_card(
-        trained, differences, num_images=len(images), inside=inside, versions=versions
-    )
-    with new_file(folder / "model_card.md") as temporary:
-        temporary.write_text(card, encoding="utf-8")
-    return [*lines, f"wrote {folder / 'model_card.md'}"]
-
-
-@torch.no_grad()
-def export_files(
-    trained: TrainedModel,
-    formats: list[str],
-    folder: Path,
-    *,
-    preprocessing_inside: bool,
-    images: Tensor,
-) -> dict[str, float]:
-    """Write ``model.<format>`` to `folder`; return its largest difference from the checkpoint.
-
-    images: uint8 [N, C, H, W]. A file is kept only if its probabilities for them agree with the
-    checkpoint; if N is 0, it is kept without a comparison.
-
-    Raises:
-        ConfigError: the model cannot be exported, a file differs by more than `TOLERANCE`, or
-        cannot be written.
-        TransientError: the disk is full or does not answer.
-    """
-    model = ExportedModel(
-        trained.model.cpu(), trained.preprocessing, normalizes=preprocessing_inside
-    ).eval()
-    inputs = model.prepare(images)
-    expected = in_batches(model, inputs)
+    model = ExportedModel(trained.model, trained.preprocessing).eval()
+    expected = in_batches(model, images)
     program = cache(lambda: export_program(model))
     differences = {}
+    lines = []
     for name in formats:
         path = folder / f"model.{name}"
         with new_file(path) as temporary, exporter_errors(f"format={name}", trained):
             probabilities = WRITERS[name](trained, model, program, temporary)
-            found = in_batches(probabilities, inputs)
-            differences[name] = float((found - expected).abs().max()) if len(images) else 0.0
+            change = (in_batches(probabilities, images) - expected).abs()
+            differences[name] = float(change.max()) if len(images) else 0.0
             require(
                 differences[name] <= TOLERANCE,
                 f"{path} was not written: on {len(images)} images its probabilities differ from the"
                 f" checkpoint's by {differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed:"
                 " choose another format",
             )
-    return differences
+        compared = f"differs by at most {differences[name]:.1e} on {len(images):,} images"
+        result = compared if len(images) else "not compared"
+        lines.append(f"wrote {path} ({path.stat().st_size / 1e6:,.1f} MB, {result})")
+
+    path = folder / "model_card.md"
+    with new_file(path) as temporary:
+        temporary.write_text(model_card(trained, differences, len(images)), encoding="utf-8")
+    return [*lines, f"wrote {path}"]
 
 
 @contextmanager
@@ -161,15 +120,13 @@ def exporter_errors(setting: str, trained: TrainedModel) -> Iterator[None]:
 
 def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
     """Return the results of `probabilities` for `images`, in batches, as one tensor."""
-    if not len(images):
-        return images
-    return torch.cat([probabilities(part) for part in images.split(CHECK_BATCH)])
+    parts = images.split(CHECK_BATCH) if len(images) else ()
+    return torch.cat([torch.empty(0), *map(probabilities, parts)])
 
 
 def export_program(model: ExportedModel) -> Any:
     """Return the program that ``torch.export`` makes of `model`, for batches of any size."""
-    dtype = torch.uint8 if model.normalizes else torch.float32
-    example = torch.zeros(2, *model.image_shape, dtype=dtype)
+    example = torch.zeros(2, *model.image_shape, dtype=torch.uint8)
     return torch.export.export(
         model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
     )

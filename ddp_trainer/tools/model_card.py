@@ -6,21 +6,15 @@ import yaml
 from jinja2 import Environment, PackageLoader
 
 from ddp_trainer.config.composition import to_builtins
+from ddp_trainer.distributed.environment import installed_versions
 from ddp_trainer.tools.trained_model import TrainedModel
 
 
-def model_card(
-    trained: TrainedModel,
-    differences: Mapping[str, float],
-    *,
-    num_images: int,
-    inside: bool,
-    versions: Mapping[str, str],
-) -> str:
+def model_card(trained: TrainedModel, differences: Mapping[str, float], num_images: int) -> str:
     """Return the text of the model card.
 
     differences: by format, the largest difference of a probability from the checkpoint's, on
-    `num_images` images. inside: whether the exported files normalize the images themselves.
+    `num_images` images.
     """
     templates = Environment(
         loader=PackageLoader("ddp_trainer.tools", "."), keep_trailing_newline=True
@@ -29,7 +23,6 @@ def model_card(
         trained=trained,
         differences=differences,
         num_images=num_images,
-        inside=inside,
-        versions=versions,
+        versions=installed_versions(),
         yaml=yaml.safe_dump(to_builtins(trained.config), sort_keys=False).strip(),
     )

@@ -1,9 +1,7 @@
 """Predictions for image files, which threads read in advance."""
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,16 +14,9 @@ from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.distributed.environment import usable_cores
 from ddp_trainer.runtime import keep_freed_memory
-from ddp_trainer.tools.classifier import Classifier, Prediction, open_classifier, read_file
+from ddp_trainer.tools.classifier import Classifier, Prediction, read_file
 from ddp_trainer.tools.preprocessing import Preprocessing
 from ddp_trainer.tools.trained_model import TrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class BadFile:
-    """A file that could not be read or decoded."""
-
-    reason: str
 
 
 class PictureFiles(Dataset[tuple[Tensor, int]]):
@@ -46,42 +37,27 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
         return self.paths[index]
 
 
-def predict_words(
-    trained: TrainedModel, words: Sequence[str], *, batch_size: int, top: int
-) -> Iterator[tuple[str, Prediction | BadFile]]:
-    """Return the predictions of a model for the image files that `words` name, in order.
-
-    Raises:
-        ConfigError, TransientError: a word cannot be used.
-    """
-    paths = find_pictures(words, sys.stdin.buffer)
+def predict_files(
+    trained: TrainedModel, classifier: Classifier, paths: list[str], *, batch_size: int, top: int
+) -> Iterator[tuple[str, Prediction | str]]:
+    """Yield each path, in order, with the prediction of `classifier`, or why there is none."""
     threads = trained.config.num_threads
     torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
     keep_freed_memory()
-    readers = num_readers(trained.config.data.num_workers, local_world_size=1)
-    classifier = open_classifier(trained)
-    return predict_files(classifier, paths, batch_size=batch_size, num_workers=readers, top=top)
-
-
-def predict_files(
-    classifier: Classifier, paths: list[str], *, batch_size: int, num_workers: int, top: int
-) -> Iterator[tuple[str, Prediction | BadFile]]:
-    """Yield each path, in order, with its prediction, or with the reason why there is none."""
     channels, height, width = classifier.preprocessing.image_shape
-    files = PictureFiles(paths, classifier.preprocessing)
-    is_cuda = classifier.device.type == "cuda"
-    shape = (channels, height, width)
     reader = SampleReader(
-        files, image_shape=shape, num_classes=1, num_workers=num_workers, pin_memory=is_cuda
+        PictureFiles(paths, classifier.preprocessing),
+        image_shape=(channels, height, width),
+        num_classes=1,
+        num_workers=num_readers(trained.config.data.num_workers, local_world_size=1),
+        pin_memory=classifier.device.type == "cuda",
     )
     parts = torch.arange(len(paths)).split(batch_size) if paths else ()
     for ids, (pixels, labels) in zip(parts, reader.read(parts), strict=True):
         predictions = classifier.predictions(classifier.of_pixels(pixels), top=top)
-        for index, label, prediction in zip(
-            ids.tolist(), labels.tolist(), predictions, strict=True
-        ):
-            path: str = paths[index]
-            yield path, prediction if label != NO_LABEL else BadFile(dict(reader.bad)[path])
+        for index, label, prediction in zip(ids, labels, predictions, strict=True):
+            path = paths[index]
+            yield path, prediction if label != NO_LABEL else dict(reader.bad)[path]
 
 
 def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list[str]:
@@ -100,7 +76,12 @@ def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list
         elif os.path.isdir(word):
             paths += pictures_in(word)
         else:
-            check_exists(word)
+            try:
+                os.stat(word)
+            except OSError as error:
+                fix = "give image files, a folder, or - for paths on stdin"
+                message = f"{word} cannot be read ({error.strerror}): {fix}"
+                raise path_error(error, message) from error
             paths.append(word)
     return paths
 
@@ -114,12 +95,3 @@ def pictures_in(folder: str) -> list[str]:
         raise path_error(error, message) from error
     require(bool(names), f"{folder} has no image: {IMAGE_FILES}")
     return [os.path.join(folder, os.fsdecode(name)) for name in names]
-
-
-def check_exists(path: str) -> None:
-    """Raise ConfigError or TransientError if the file `path` cannot be found."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        fix = "give image files, a folder, or - for paths on stdin"
-        raise path_error(error, f"{path} cannot be read ({error.strerror}): {fix}") from error

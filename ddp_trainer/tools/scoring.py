@@ -2,9 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +29,6 @@ from ddp_trainer.training.evaluation import evaluate
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """The scores of a model on a split, its speed over all ranks, and the folder of its files."""
-
-    trained: TrainedModel
-    split: NamedSplit
-    scores: Scores
-    images_per_second: float
-    folder: Path
-
-
 def score_run(
     run_dir: Path,
     *,
@@ -50,8 +36,8 @@ def score_run(
     split: SplitName | None,
     overrides: list[str],
     environment: Environment,
-) -> Scored | None:
-    """Score a checkpoint and write its files; return the scores on rank 0, None on other ranks.
+) -> list[str]:
+    """Score a checkpoint and write its files; return a report, [] on other ranks than 0.
 
     checkpoint: best, last, or a step. split: None for the split on which the training evaluated.
     overrides: ``key=value`` for keys that a resumed run may change. Collective: every rank must
@@ -66,8 +52,7 @@ def score_run(
     opened = prepare(
         lambda: choose_split(trained, split, is_other_folder=is_other_folder), environment
     )
-    with ExitStack() as stack:
-        world = stack.enter_context(process_group(environment, **trained.config.process_group))
+    with process_group(environment, **trained.config.process_group) as world:
         named = opened(world)
         config = flatten_keys(to_builtins(trained.config))
         check_same(
@@ -86,8 +71,8 @@ def score_run(
         return score(trained, named, world)
 
 
-def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | None:
-    """Score a model and write its files; return None on other ranks than 0. Collective."""
+def score(trained: TrainedModel, split: NamedSplit, world: World) -> list[str]:
+    """Score a model and write its files; return a report, [] on other ranks than 0. Collective."""
     config = trained.config
     bad_samples: list[tuple[str, str]] = []
     channels, height, width = trained.preprocessing.image_shape
@@ -101,48 +86,57 @@ def score(trained: TrainedModel, split: NamedSplit, world: World) -> Scored | No
     )
     began = time.perf_counter()
     rows = score_rows(trained, reader, world)
-    seconds = time.perf_counter() - began
+    rate = len(rows) / (time.perf_counter() - began)
     on_bad_image = config.data.on_bad_image
     BadSamples(
         bad_samples, world, are_skipped=on_bad_image is OnBadImage.skip, run_dir=trained.run_dir
     ).gather()
 
-    scored = Scored(
-        trained=trained,
-        split=split,
-        scores=Scores(rows, trained.class_names),
-        images_per_second=len(rows) / seconds,
-        folder=trained.run_dir / FOLDER / f"{trained.checkpoint}-{split.name}",
-    )
-    write = partial(write_scored, scored, read=partial(read_images, reader))
-    world.raise_on_any_rank(lambda: write() if world.is_main else None)
-    return scored if world.is_main else None
+    def write() -> list[str]:
+        if not world.is_main:
+            return []
+        scores = Scores(rows, trained.class_names)
+        folder = trained.run_dir / FOLDER / f"{trained.checkpoint}-{split.name}"
+        about = {
+            "checkpoint": trained.checkpoint,
+            "split": split.name,
+            "data": config.data.description,
+            "step": trained.step,
+            "epoch": trained.epoch,
+        }
+        paths = partial(sample_name, split.images)
+        write_evaluation(folder, scores, about, paths=paths, read=partial(read_images, reader))
+        return [*describe(scores, about, rate=rate), f"wrote {folder}"]
+
+    return world.raise_on_any_rank(write)
+
+
+def describe(scores: Scores, about: dict[str, Any], *, rate: float) -> list[str]:
+    """Return the scores, and the three classes with the lowest recall, as lines of text."""
+    parts = [
+        f"loss {scores.loss:.4f}",
+        f"top-1 {scores.top1:.4f}",
+        f"top-5 {scores.top5:.4f}",
+        f"calibration error {scores.calibration_error():.4f}",
+        f"{rate:,.0f} img/s",
+    ]
+    checkpoint = f"{about['checkpoint']} (epoch {about['epoch']}, step {about['step']})"
+    recalls = {name: values["recall"] for name, values in scores.per_class().items()}
+    known = sorted((recall, name) for name, recall in recalls.items() if recall is not None)
+    return [
+        f"{checkpoint} on {scores.count:,} {about['split']} images: {' · '.join(parts)}",
+        f"lowest recall: {', '.join(f'{name} {recall:.4f}' for recall, name in known[:3])}",
+    ]
 
 
 def score_rows(trained: TrainedModel, reader: Reader, world: World) -> Tensor:
     """Return float64 [N, 6] for the samples, as from `SampleResults.gather`. Collective."""
     config = trained.config
     layout = memory_format(config.channels_last)
+    preprocessing = trained.preprocessing
     normalize = Normalize(
-        trained.preprocessing.mean,
-        trained.preprocessing.std,
-        device=world.device,
-        memory_format=layout,
+        preprocessing.mean, preprocessing.std, device=world.device, memory_format=layout
     )
     loader = EvaluationLoader(reader, normalize, world, batch_size=config.eval_batch_size)
     model = trained.model.to(world.device).to(memory_format=layout)
     return evaluate(model, loader, world.device, autocast_dtype(config.precision)).gather(world)
-
-
-def write_scored(scored: Scored, *, read: Callable[[Tensor], Tensor]) -> None:
-    """Write the files of an evaluation. read: a function of ids that returns their images."""
-    trained = scored.trained
-    about: dict[str, Any] = {
-        "checkpoint": trained.checkpoint,
-        "split": scored.split.name,
-        "data": trained.config.data.description,
-        "step": trained.step,
-        "epoch": trained.epoch,
-    }
-    paths = partial(sample_name, scored.split.images)
-    write_evaluation(scored.folder, scored.scores, about, paths=paths, read=read)

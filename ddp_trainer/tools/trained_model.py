@@ -148,10 +148,7 @@ def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
 
 def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
     """Return the files to try, in order, by the name of a checkpoint: best, last, or a step."""
-    names = (path.stem.removeprefix("step-") for path in folder.glob("step-*.pt"))
-    steps = sorted((int(name) for name in names if name.isdecimal()), reverse=True)
-    paths = [folder / f"step-{step:08d}.pt" for step in steps]
-    files = {BEST: [folder / "best.pt"]} if (folder / "best.pt").exists() else {}
-    if paths:
-        files[LAST] = paths
-    return files | {str(step): [path] for step, path in zip(steps, paths, strict=True)}
+    paths = sorted(folder.glob(f"step-{8 * '[0-9]'}.pt"), reverse=True)
+    files = {BEST: [folder / "best.pt"], LAST: paths}
+    files |= {str(int(path.stem[5:])): [path] for path in paths}
+    return {name: paths for name, paths in files.items() if paths and paths[0].exists()}

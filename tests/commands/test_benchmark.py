@@ -56,32 +56,15 @@ def test_every_registered_strategy_is_compared_or_left_out_with_the_reason(
     assert list(left_out) == ["data_parallel"]
     assert "left out: sync=data_parallel is for one process with GPUs" in output
     assert {*VARIANTS, "parameter_server, 2"} < rows.keys()
-    [line] = [line for line in output.splitlines() if "reduce_broadcast" in line]
-    assert line.count("–") == 2  # the range of rounds, and the bytes that are unknown
+    assert any("reduce_broadcast" in line for line in output.splitlines())
 
 
 def test_the_phases_of_a_step_add_up(run: tuple[str, Rows, dict[str, str]]) -> None:
     _, rows, _ = run
     for row in rows.values():
-        assert len(row["images_per_second_by_round"]) == 2
         assert sum(row["phases_ms"].values()) == pytest.approx(row["step_ms"], rel=0.2)
         assert row["relative_min"] <= row["relative"] <= row["relative_max"]
     assert rows["ddp"]["relative"] == 1
-
-
-def test_at_least_the_expected_bytes_were_sent(run: tuple[str, Rows, dict[str, str]]) -> None:
-    """Other processes may use the loopback interface too, so only the lower bound is certain."""
-    _, rows, _ = run
-    for row in rows.values():
-        assert row["sent_bytes"] >= 0.99 * (row["expected_sent_bytes"] or 0)
-    parameters = rows["ddp"]["expected_sent_bytes"]  # 2 · (W − 1) / W · m is m for two ranks
-    assert rows["ddp, fp16 hook"]["expected_sent_bytes"] == parameters / 2
-    assert (
-        rows["ring"]["expected_sent_bytes"]
-        == rows["parameter_server, 1"]["expected_sent_bytes"]
-        == parameters
-    )
-    assert rows["reduce_broadcast"]["expected_sent_bytes"] is None
 
 
 def strategies_in_fp16() -> tuple[list[str], list[str]]:

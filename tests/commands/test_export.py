@@ -119,24 +119,6 @@ def test_each_file_agrees_where_this_package_is_not_installed(
     assert max(differences.values()) <= TOLERANCE
 
 
-def test_the_preprocessing_may_be_outside(lenet_run: Path) -> None:
-    export.main(
-        [str(lenet_run), "checkpoint=2", "format=pt2", "preprocessing=outside", "check_images=100"]
-    )
-    model = torch.export.load(lenet_run / "export/model.pt2").module()
-    loaded = load_model(lenet_run, "2")
-    images = example_images(loaded, 30)
-    expected = ddp_trainer.load(lenet_run, checkpoint="2").probabilities(images)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model((images / 255 - 0.286) / 0.353), expected, rtol=0, atol=1e-6
-        )
-    assert (
-        "pixels / 255, minus the mean [0.286], divided by [0.353]"
-        in (lenet_run / "export/model_card.md").read_text()
-    )
-
-
 def test_a_file_that_differs_is_not_kept(lenet_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (lenet_run / "export").mkdir(exist_ok=True)
     (lenet_run / "export/model.safetensors").write_text("old")

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from array import array
 from collections import Counter
 from html import unescape
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from processes import clean_environment
-from run_dirs import DIGITS, START, digit_png, png, write_evaluation, write_run
+from run_dirs import DIGITS, START, digit_png, write_evaluation, write_run
 
 from ddp_trainer.commands.report import main
 from ddp_trainer.config.errors import ConfigError, TransientError
@@ -32,7 +31,7 @@ from ddp_trainer.tools.report.charts import (
 )
 from ddp_trainer.tools.report.evaluations import EvaluationFolder
 from ddp_trainer.tools.report.files import FolderReader
-from ddp_trainer.tools.report.metrics import Curve, read_metrics
+from ddp_trainer.tools.report.metrics import read_metrics
 from ddp_trainer.tools.report.page import write_report
 from ddp_trainer.tools.report.runs import Run, flat_texts, rows_by_key
 
@@ -177,7 +176,7 @@ def test_a_report_on_two_runs_has_at_most_a_megabyte_besides_its_pictures(tmp_pa
         write_evaluation(run, wrong=500)
     page = report_on(*runs)
     pictures = re.findall(r"data:image/png;base64,[\w+/=]+", page)
-    assert len(pictures) == 4 + 400
+    assert len(pictures) == 4 + 1000
     assert 200_000 < len(page.encode()) - sum(map(len, pictures)) < MB
 
 
@@ -201,8 +200,7 @@ def test_the_curves_are_those_of_the_records(run_dir: Path) -> None:
     for tag, curve in metrics.curves.items():
         rows = [record for record in records if tag in record]
         assert len(rows) > 5
-        assert list(curve.steps) == [row["step"] for row in rows]
-        assert list(curve.values) == [row[tag] for row in rows]
+        assert curve == [(row["step"], row[tag]) for row in rows]
 
 
 def test_a_chart_has_a_line_for_each_run_and_the_places_of_resumes(tmp_path: Path) -> None:
@@ -227,7 +225,7 @@ def test_a_chart_has_a_line_for_each_run_and_the_places_of_resumes(tmp_path: Pat
     ]
     assert x_axis.name == "step"
     assert x_axis.resumes == [(pytest.approx(0.3 * WIDTH), 0, 2)]
-    loss = metrics[0].curves["train/loss"].values
+    loss = [value for _, value in metrics[0].curves["train/loss"]]
     assert charts[0].lines[0].last == f"{loss[-1]:.4g}"
     places = [
         tuple(map(float, point.split()))
@@ -250,7 +248,7 @@ def test_the_x_axis_is_the_epoch_if_all_runs_know_their_steps_per_epoch(tmp_path
 
 
 def test_a_value_that_is_not_finite_is_a_gap_of_its_curve() -> None:
-    curve = Curve(array("q", [1, 2, 3, 4]), array("d", [0.0, 1.0, math.nan, 1.0]))
+    curve = [(1, 0.0), (2, 1.0), (3, math.nan), (4, 1.0)]
     assert to_path(curve, x_unit=10.0, low=0.0, high=1.0) == "M10.0 170.0h0L20.0 0.0M40.0 0.0h0"
 
 
@@ -268,7 +266,7 @@ def test_ticks_are_round_and_inside_the_axis(low: float, high: float) -> None:
 
 @pytest.mark.parametrize("values", [[], [5.0], [0.0, 0.0], [math.nan], [1e300, -1e300], [1e-320]])
 def test_limits_are_apart(values: list[float]) -> None:
-    low, high = limits([Curve(array("q", range(len(values))), array("d", values))])
+    low, high = limits([list(enumerate(values))])
     assert low < high
     assert ticks(low, high)
 
@@ -374,7 +372,7 @@ def test_the_summary_of_an_earlier_launch_is_not_the_result_of_a_resumed_run(run
 def test_a_long_curve_keeps_the_extremes_of_its_intervals_in_order() -> None:
     numbers = random.Random(0)
     values = [numbers.uniform(-1, 1) if numbers.random() > 0.2 else math.nan for _ in range(6400)]
-    short = shorten(Curve(array("q", range(6400)), array("d", values)))
+    short = shorten(list(enumerate(values)))
     assert len(short) == 2 * WIDTH
     assert short == sorted(short)
     for place in range(0, len(short), 2):
@@ -423,22 +421,7 @@ def test_very_many_classes_have_the_most_confused_pairs(
     assert len(shown) == min(200, len(counts))
     assert all(counts[pair] == count for pair, count in shown.items())
     assert sorted(shown.values(), reverse=True) == sorted(counts.values(), reverse=True)[:200]
-    assert len(page) < 0.6 * MB
-
-
-def test_the_worst_mistake_of_every_pair_is_shown_before_others(run_dir: Path) -> None:
-    folder = write_evaluation(run_dir, wrong=900)
-    mistakes = evaluation_of(folder).mistakes
-    entries = json.loads((folder / "mistakes.json").read_text())
-    losses = [mistake.loss or 0.0 for mistake in mistakes]
-    assert len(losses) == 200
-    assert losses == sorted(losses, reverse=True)
-    worst = {(entry["label"], entry["prediction"]): entry["path"] for entry in reversed(entries)}
-    shown = {mistake.path for mistake in mistakes}
-    assert set(worst.values()) <= shown
-    num_others = 200 - len(worst)
-    others = [entry["path"] for entry in entries if entry["path"] not in worst.values()]
-    assert shown == {*worst.values(), *others[:num_others]}
+    assert len(page) < MB
 
 
 # --- files of strangers ---------------------------------------------------------------------------
@@ -454,8 +437,6 @@ def test_pictures_outside_of_the_folder_are_not_read(run_dir: Path) -> None:
     (folder / "mistakes" / "folder.png").mkdir()
     os.mkfifo(folder / "mistakes" / "fifo.png")
     (folder / "mistakes" / "text.png").write_text("not a PNG")
-    (folder / "mistakes" / "large.png").write_bytes(secret + bytes(300_000))
-    (folder / "mistakes" / "wide.png").write_bytes(png([[0] * 600]))
     good = json.loads((folder / "mistakes.json").read_text())[0]
     names = [
         str(run_dir / "secret.png"),
@@ -467,8 +448,6 @@ def test_pictures_outside_of_the_folder_are_not_read(run_dir: Path) -> None:
         "mistakes/folder.png",
         "mistakes/fifo.png",
         "mistakes/text.png",
-        "mistakes/large.png",
-        "mistakes/wide.png",
         "mistakes/missing.png",
         "a\0b.png",
         "",
@@ -486,7 +465,7 @@ def test_pictures_outside_of_the_folder_are_not_read(run_dir: Path) -> None:
     mistakes = evaluation_of(folder).mistakes
     assert len(mistakes) == len(names) + 1
     assert [place for place, mistake in enumerate(mistakes) if mistake.picture] == [0]
-    assert "pictures of mistakes that cannot be used: " in page
+    assert "evaluation/best-test/mistakes/text.png is not a PNG and was left out." in page
 
 
 def test_a_file_system_that_does_not_answer_is_an_error_and_a_forbidden_file_a_note(
@@ -557,7 +536,7 @@ def test_damaged_files_are_named_on_the_page(run_dir: Path) -> None:
             "summary.json is damaged.",
             "versions.json is damaged.",
             "metrics.jsonl has damaged lines, which were left out: 4.",
-            "pictures/first_batch.png is not a PNG of at most 4096 pixels a side and was left out.",
+            "pictures/first_batch.png is not a PNG and was left out.",
             *(
                 f"evaluation/best-test/{name} is damaged."
                 for name in ("metrics.json", "mistakes.json", "confusion_matrix.csv")

@@ -58,7 +58,7 @@ def build_charts(runs: Sequence[Metrics], x_axis: XAxis) -> list[Chart]:
     charts = []
     for title, tags in CHARTS.items():
         curves = [(place, tag, run.curves[tag]) for tag in tags for place, run in enumerate(runs)]
-        curves = [(place, tag, curve) for place, tag, curve in curves if curve.steps]
+        curves = [(place, tag, curve) for place, tag, curve in curves if curve]
         if curves:
             charts.append(build_chart(title, curves, x_axis))
     return charts
@@ -71,7 +71,7 @@ def build_chart(title: str, curves: Sequence[tuple[int, str, Curve]], x_axis: XA
     lines = []
     for place, tag, curve in curves:
         path = to_path(curve, x_unit=x_axis.units[place], low=low, high=high)
-        last = format_share(curve.values[-1]) if is_share else format_number(curve.values[-1])
+        last = (format_share if is_share else format_number)(curve[-1][1])
         lines.append(Line(place, tag.partition("/")[0], path, last))
     y_ticks = []
     for tick in ticks(low, high):
@@ -82,7 +82,7 @@ def build_chart(title: str, curves: Sequence[tuple[int, str, Curve]], x_axis: XA
 
 def limits(curves: Iterable[Curve]) -> tuple[float, float]:
     """Return minimum and maximum of all values that are finite, at least a little apart."""
-    values = [value for curve in curves for value in curve.values if not math.isnan(value)]
+    values = [value for curve in curves for _, value in curve if not math.isnan(value)]
     low = min(values, default=0.0)
     high = max(values, default=1.0)
     smallest = max(1e-9, 1e-3 * abs(high))
@@ -121,7 +121,7 @@ def shorten(curve: Curve) -> list[tuple[int, float]]:
 
     An interval without finite values becomes one nan.
     """
-    points = sorted(zip(curve.steps, curve.values, strict=True), key=itemgetter(0))
+    points = sorted(curve, key=itemgetter(0))
     size = math.ceil(len(points) / WIDTH)
     if size <= 2:
         return points

@@ -4,25 +4,17 @@ import csv
 import heapq
 import io
 import math
-import os
-from array import array
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from ddp_trainer.tools.report.files import MB, FolderReader, Picture
+from ddp_trainer.tools.report.files import FolderReader, Picture
 from ddp_trainer.tools.report.values import number, text
 
-MAX_EVALUATIONS = 10
-"""Maximum number of evaluation folders of a run that are read."""
 MAX_MATRIX_CLASSES = 60
 """With more classes than this, the page lists the most confused pairs of classes instead."""
 MAX_PAIRS = 200
-MAX_CLASSES = 2_000
-MAX_MISTAKES = 200
-"""Maximum number of pairs, classes and mistakes of an evaluation on the page."""
-MAX_THUMBNAIL_SIDE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +45,18 @@ class EvaluationFolder:
         return not (self.metrics or self.matrix or self.mistakes)
 
     def class_scores(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return class and scores of up to `MAX_CLASSES` classes, the lowest F1 first."""
+        """Return class and scores of each class, the lowest F1 first."""
         classes = self.metrics.get("per_class")
         items = classes.items() if isinstance(classes, dict) else []
         rows = [(text(name), scores) for name, scores in items if isinstance(scores, dict)]
-        rows.sort(key=lambda row: number(row[1].get("f1")) or 0.0)
-        return rows[:MAX_CLASSES]
+        return sorted(rows, key=lambda row: number(row[1].get("f1")) or 0.0)
 
     def calibration(self) -> list[list[float]]:
         """Return mean confidence, accuracy and count of each bin; 0 for an unknown value."""
         bins = self.metrics.get("calibration")
         return [
             [number(part.get(key)) or 0.0 for key in ("confidence", "accuracy", "count")]
-            for part in (bins[:100] if isinstance(bins, list) else [])
+            for part in (bins if isinstance(bins, list) else [])
             if isinstance(part, dict)
         ]
 
@@ -90,87 +81,56 @@ class EvaluationFolder:
         return heapq.nlargest(MAX_PAIRS, pairs, key=itemgetter(0))
 
 
-def read_matrix(folder: FolderReader) -> tuple[list[str], list[array]]:
+def read_matrix(folder: FolderReader) -> tuple[list[str], list[list[int]]]:
     """Return class names and rows of confusion_matrix.csv; empty if it is missing or damaged."""
-    data = folder.read_bytes("confusion_matrix.csv", limit=64 * MB)
+    data = folder.read_bytes("confusion_matrix.csv")
     if data is None:
         return [], []
     reader = csv.reader(io.StringIO(data.decode(errors="surrogateescape"), newline=""))
-    try:
-        names = [text(name) for name in next(reader, [])[1:]]
-        rows = [array("q", map(int, row[1:])) for row in reader if row]
-        if any(len(row) != len(names) or min(row) < 0 for row in [*rows, names and rows[0]]):
-            raise ValueError("a row of another length, or a negative count")
-        if len(rows) == len(names):
+    with suppress(csv.Error, ValueError):
+        head, *lines = filter(None, reader)
+        names = [text(name) for name in head[1:]]
+        rows = [[int(cell) for cell in line[1:]] for line in lines]
+        is_square = [len(row) for row in rows] == [len(names)] * len(names)
+        if is_square and min(map(min, rows)) >= 0:
             return names, rows
-    except (csv.Error, ValueError, OverflowError, IndexError):
-        pass
     folder.problems.append("confusion_matrix.csv is damaged.")
     return [], []
 
 
 def read_mistakes(folder: FolderReader) -> list[Mistake]:
-    """Return up to `MAX_MISTAKES` of mistakes.json with their pictures, the largest loss first."""
-    entries = [
-        entry for entry in folder.read_object("mistakes.json", list) if isinstance(entry, dict)
-    ]
-    entries.sort(key=lambda entry: -(number(entry.get("loss")) or 0.0))
-    thumbnails = FolderReader(folder.folder)
-    mistakes = [read_mistake(entry, thumbnails) for entry in choose_mistakes(entries, MAX_MISTAKES)]
-    if thumbnails.problems:
-        count = len(thumbnails.problems)
-        folder.problems.append(f"pictures of mistakes that cannot be used: {count}.")
-    return mistakes
+    """Return the entries of mistakes.json with their pictures."""
+    entries = folder.read_object("mistakes.json", list)
+    return [read_mistake(entry, folder) for entry in entries if isinstance(entry, dict)]
 
 
-def read_mistake(entry: dict[Any, Any], thumbnails: FolderReader) -> Mistake:
+def read_mistake(entry: dict[Any, Any], folder: FolderReader) -> Mistake:
     """Return an entry of mistakes.json, with its picture."""
     name = entry.get("picture")
-    picture = None
-    if isinstance(name, str) and name:
-        picture = thumbnails.read_picture(name, max_side=MAX_THUMBNAIL_SIDE)
     return Mistake(
         path=text(entry.get("path", entry.get("id"))),
         label=text(entry.get("label")),
         prediction=text(entry.get("prediction")),
         probability=number(entry.get("probability")),
         loss=number(entry.get("loss")),
-        picture=picture,
+        picture=folder.read_picture(name) if isinstance(name, str) else None,
     )
 
 
-def choose_mistakes(entries: Sequence[dict[Any, Any]], count: int) -> list[dict[Any, Any]]:
-    """Return up to `count` of `entries` in their order.
-
-    The first one of each pair (true class, predicted class) is chosen before all others.
-    """
-    seen = set()
-    is_repeated = []
-    for entry in entries:
-        pair = (text(entry.get("label")), text(entry.get("prediction")))
-        is_repeated.append(pair in seen)
-        seen.add(pair)
-    order = sorted(range(len(entries)), key=is_repeated.__getitem__)
-    return [entries[place] for place in sorted(order[:count])]
-
-
 def read_evaluations(folder: FolderReader) -> list[EvaluationFolder]:
-    """Return the evaluations of a run by name, at most `MAX_EVALUATIONS`.
+    """Return the evaluations of a run by name.
 
     Raises:
         TransientError: the file system does not answer.
     """
     path = folder.folder / "evaluation"
     try:
-        names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+        folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
     except FileNotFoundError:
         return []
     except OSError as error:
         folder.add_unreadable("evaluation", error)
         return []
-    names = [name for name in names if not name.startswith(".")]
-    if len(names) > MAX_EVALUATIONS:
-        folder.problems.append(
-            f"evaluation/ has more than {MAX_EVALUATIONS} folders; the others were left out."
-        )
-    return [EvaluationFolder(FolderReader(path / name)) for name in names[:MAX_EVALUATIONS]]
+    return [
+        EvaluationFolder(FolderReader(path)) for path in folders if not path.name.startswith(".")
+    ]

@@ -1,4 +1,4 @@
-"""Read the files of a directory that may be missing, damaged, huge or written by a stranger."""
+"""Read the files of a directory that may be missing, damaged or written by a stranger."""
 
 import base64
 import json
@@ -6,6 +6,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,6 @@ import yaml
 from ddp_trainer.config.errors import USER_ERRORS, TransientError
 from ddp_trainer.tools.report.values import text, whole
 
-MB = 2**20
-MAX_LINE = MB
-"""Maximum bytes of a line of a JSON Lines file."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -35,8 +33,8 @@ class FolderReader:
         self.folder = folder
         self.problems: list[str] = []
 
-    def read_bytes(self, name: str, *, limit: int) -> bytes | None:
-        """Return the content of a file; None if it is missing, unreadable or above `limit` bytes.
+    def read_bytes(self, name: str) -> bytes | None:
+        """Return the content of a regular file; None if it is missing or unreadable.
 
         Raises:
             TransientError: the file system does not answer.
@@ -46,24 +44,19 @@ class FolderReader:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 return None
             with open(path, "rb") as file:
-                data = file.read(limit + 1)
+                return file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
             return self.add_unreadable(name, error)
-        if len(data) > limit:
-            self.problems.append(f"{text(name)} is larger than {limit:,} bytes and was left out.")
-            return None
-        return data
 
-    def read_json_lines(self, name: str, *, limit: int) -> Iterator[dict[str, Any]]:
+    def read_json_lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the dicts with a step in a JSON Lines file; other lines are counted as damaged."""
         num_damaged = 0
-        for line in filter(None, (self.read_bytes(name, limit=limit) or b"").splitlines()):
-            try:
-                record = json.loads(line) if len(line) <= MAX_LINE else None
-            except (ValueError, RecursionError):
-                record = None
+        for line in filter(None, (self.read_bytes(name) or b"").splitlines()):
+            record = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
             if isinstance(record, dict) and whole(record.get("step")) is not None:
                 yield record
             else:
@@ -73,29 +66,26 @@ class FolderReader:
 
     def read_object(self, name: str, kind: type) -> Any:
         """Return the dict or list (`kind`) in a JSON or YAML file; empty if missing or damaged."""
-        is_yaml = name.endswith(".yaml")
-        data = self.read_bytes(name, limit=MB if is_yaml else 32 * MB)
+        data = self.read_bytes(name)
         if data is None:
             return kind()
-        try:
-            value = (yaml.safe_load if is_yaml else json.loads)(data.decode(errors="replace"))
-        except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-            value = None
+        value = None
+        load = yaml.safe_load if name.endswith(".yaml") else json.loads
+        with suppress(yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+            value = load(data.decode(errors="replace"))
         if not isinstance(value, kind):
             self.problems.append(f"{name} is damaged.")
             return kind()
         return value
 
-    def read_picture(self, name: str, *, max_side: int) -> Picture | None:
-        """Return a PNG inside the folder; None if it is missing, too large, or not a PNG."""
-        data = self.read_bytes(name, limit=max_side**2) if self.is_inside(name) else None
+    def read_picture(self, name: str) -> Picture | None:
+        """Return a PNG inside the folder; None if it is missing or not a PNG."""
+        data = self.read_bytes(name) if self.is_inside(name) else None
         if data is None:
             return None
         size = png_size(data)
-        if size is None or max(size) > max_side:
-            self.problems.append(
-                f"{text(name)} is not a PNG of at most {max_side} pixels a side and was left out."
-            )
+        if size is None:
+            self.problems.append(f"{text(name)} is not a PNG and was left out.")
             return None
         return Picture(*size, f"data:image/png;base64,{base64.b64encode(data).decode()}")
 

@@ -1,16 +1,12 @@
 """Read the curves and the launches of a run from metrics.jsonl."""
 
 import math
-from array import array
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_trainer.tools.report.files import MB, FolderReader
+from ddp_trainer.tools.report.files import FolderReader
 from ddp_trainer.tools.report.values import number, whole
 
-MAX_METRICS_BYTES = 512 * MB
-MAX_LAUNCHES = 100
 CHARTS = {
     "Loss": ("train/loss", "eval/loss"),
     "Top-1": ("train/top1", "eval/top1"),
@@ -20,13 +16,8 @@ CHARTS = {
 """The tags of each chart, by its title."""
 
 
-@dataclass(slots=True)
-class Curve:
-    """The values of a tag. A value takes 16 bytes, so that large files fit into memory."""
-
-    steps: array = field(default_factory=lambda: array("q"))
-    values: array = field(default_factory=lambda: array("d"))
-    """nan where a value is not finite."""
+Curve = list[tuple[int, float]]
+"""Step and value of each point of a curve; nan where the value is not finite."""
 
 
 @dataclass(slots=True)
@@ -34,11 +25,9 @@ class Metrics:
     """The content of metrics.jsonl."""
 
     curves: dict[str, Curve] = field(
-        default_factory=lambda: {tag: Curve() for tags in CHARTS.values() for tag in tags}
+        default_factory=lambda: {tag: [] for tags in CHARTS.values() for tag in tags}
     )
-    launches: deque[tuple[int, int | None]] = field(
-        default_factory=lambda: deque(maxlen=MAX_LAUNCHES)
-    )
+    launches: list[tuple[int, int | None]] = field(default_factory=list)
     """The step after which each launch began, and its world size."""
     steps_per_epoch: int = 0
     """0: unknown."""
@@ -60,8 +49,7 @@ class Metrics:
         self.eval_count = whole(record.get("eval/count", self.eval_count))
         for tag in self.curves.keys() & record.keys():
             value = number(record[tag])
-            self.curves[tag].steps.append(step)
-            self.curves[tag].values.append(math.nan if value is None else value)
+            self.curves[tag].append((step, math.nan if value is None else value))
         if "train/loss" in record:
             is_finite = number(record["train/loss"]) is not None
             self.diverged_at = None if is_finite else self.diverged_at or step
@@ -70,6 +58,6 @@ class Metrics:
 def read_metrics(folder: FolderReader) -> Metrics:
     """Return the content of metrics.jsonl, without its damaged lines."""
     metrics = Metrics()
-    for record in folder.read_json_lines("metrics.jsonl", limit=MAX_METRICS_BYTES):
+    for record in folder.read_json_lines("metrics.jsonl"):
         metrics.add(record)
     return metrics

@@ -17,7 +17,6 @@ from ddp_trainer.tools.report.values import UNKNOWN, format_share, number, text,
 MAX_KEYS = 1_000
 MAX_DEPTH = 12
 """Maximum number of keys and of nested levels of a config, because YAML can be endless."""
-MAX_PICTURE_SIDE = 4096
 PICTURES = {
     "first_batch": ("First training batch", "The first images of training, after augmentation."),
     "class_sizes": ("Class sizes", "The number of training images of each class."),
@@ -71,9 +70,9 @@ class Run:
         if self.summary.get("eval/count", self.metrics.eval_count) == 0:
             return {}
         split = text(self.summary.get("eval/split"), length=40) or "evaluation"
-        logged = self.metrics.curves["eval/top1"].values[-1:] or [None]
+        _, top1 = (self.metrics.curves["eval/top1"] or [(0, None)])[-1]
         scores = {
-            f"{split} top-1": format_share(self.summary.get("eval/top1", logged[0])),
+            f"{split} top-1": format_share(self.summary.get("eval/top1", top1)),
             "best top-1": format_share(self.summary.get("best_top1")),
         }
         return {name: value for name, value in scores.items() if value != UNKNOWN}
@@ -94,7 +93,7 @@ def read_pictures(folder: FolderReader) -> list[tuple[str, str, Picture]]:
     """Return title, description and content of the pictures that the page shows."""
     pictures = []
     for name, (title, about) in PICTURES.items():
-        picture = folder.read_picture(f"pictures/{name}.png", max_side=MAX_PICTURE_SIDE)
+        picture = folder.read_picture(f"pictures/{name}.png")
         if picture is not None:
             pictures.append((title, about, picture))
     return pictures
