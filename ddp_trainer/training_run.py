@@ -90,7 +90,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         training.emit("end")
         del training  # no DDP module may outlive the process group
     is_stopped_by_another = summary.status is Status.stopped and not stop.is_set
-    if is_stopped_by_another and environment.world_size > environment.local_world_size:
+    if is_stopped_by_another and not environment.is_one_node:
         time.sleep(RESTART_SECONDS)
     return summary
 

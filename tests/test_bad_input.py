@@ -128,12 +128,6 @@ ARGUMENTS = {
     "sync=local_sgd ema.decay=0.9": "ema.decay=0.9 needs parameters that are equal on all ranks",
     "data=synthetic data.num_eval=0": "data.num_eval=0 must be greater than 0",
     "data=synthetic data.num_classes=1": "data.num_classes=1 must be 2 to 256",
-    "data=synthetic data.channels=1": (
-        "data.mean=[0.5, 0.5, 0.5] and data.std must each have one value per channel"
-    ),
-    "data=synthetic data.augment.random_crop_padding=32": (
-        "data.augment.random_crop_padding=32 must be smaller than "
-    ),
     "optimizer=adamw optimizer.momentum=0": (
         "optimizer.momentum=0 does not belong to optimizer=adamw"
     ),

@@ -81,6 +81,11 @@ class Environment:
         port = self.master_port
         require(0 < port < 2**16, f"MASTER_PORT={port} must be 1 to 65535: {FIX}")
 
+    @property
+    def is_one_node(self) -> bool:
+        """Whether all ranks are on this node."""
+        return self.world_size == self.local_world_size
+
     def record_start(self) -> None:
         """Write a file that makes `is_restart` true in later starts.
 
@@ -220,7 +225,7 @@ def set_interface(
     environment: Environment, variables: MutableMapping[str, str] = os.environ
 ) -> None:
     """Set the interface of gloo and NCCL to the one towards rank 0, unless the user has set it."""
-    is_one_node = environment.world_size == environment.local_world_size
+    is_one_node = environment.is_one_node
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not is_one_node:

@@ -78,7 +78,7 @@ class World:
     def broadcast_bytes(self, data: bytes) -> bytes:
         """Return rank 0's `data`, of any length. Collective."""
         length = self.broadcast_object(len(data))
-        if length == 0:
+        if not length:
             return b""
         buffer = self._to_tensor(data if self.is_main else bytes(length))
         return self.broadcast(buffer).cpu().numpy().tobytes()

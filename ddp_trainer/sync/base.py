@@ -121,8 +121,6 @@ def start_exchange(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     Receives are posted first, because only then gloo sends and receives at the same time (201 ms in
     place of 383 ms for 22 MB in each direction over 1 Gbit/s).
     """
-    ordered = sorted(
-        (o for o in operations if o.tensor.numel()),
-        key=lambda operation: operation.op is dist.isend,
-    )
-    return dist.batch_isend_irecv(ordered) if ordered else []
+    filled = [operation for operation in operations if operation.tensor.numel()]
+    filled.sort(key=lambda operation: operation.op is dist.isend)
+    return dist.batch_isend_irecv(filled) if filled else []

@@ -1,3 +1,1 @@
-"""One training run: its parts are built in `run`, one optimizer step is `TrainStep`, the loop is
-`Trainer`.
-"""
+"""The loop and its events, the optimizer step, losses, optimizers, control points, evaluation."""

@@ -42,5 +42,5 @@ def test_metrics_are_logged_and_do_not_depend_on_the_world_size(tmp_path: Path) 
         logged = records(tmp_path / str(ranks), "eval/macro_f1")
         assert len(logged) == 2
         found.append([(one["eval/balanced_accuracy"], one["eval/macro_f1"]) for one in logged])
-    assert found[0] == pytest.approx(found[1])
+    assert np.array(found[0]) == pytest.approx(np.array(found[1]))
     assert all(0 <= value <= 1 for pair in found[0] for value in pair)
