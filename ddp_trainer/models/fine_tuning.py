@@ -1,6 +1,7 @@
 """Fine-tuning: weights from a file, a new last layer, and parameters that are not trained."""
 
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
     """
     own = model.state_dict()
     head = head_names(model, num_classes)
-    state = select(without_prefixes(read_weights(Path(file).expanduser()), own), own, head)
+    state = select(without_prefixes(read_weights(Path(os.path.expanduser(file))), own), own, head)
     optional = {key: own[key] for key in own if key in head or not own[key].is_floating_point()}
     try:
         load_state(model, optional | state)

@@ -1,5 +1,6 @@
 """A classifier of images: ``load(run_dir)(images)``."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -
     """
     try:
         return open_classifier(
-            load_model(Path(run_dir).expanduser(), str(checkpoint), [f"device={device}"])
+            load_model(Path(os.path.expanduser(run_dir)), str(checkpoint), [f"device={device}"])
         )
     except OmegaConfBaseException as error:
         raise ConfigError(format_config_error(error, [f"device={device}"])) from error

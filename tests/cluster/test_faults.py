@@ -199,8 +199,7 @@ def test_a_node_has_another_ddp_trainer(launch: Launch) -> None:
     other = launch.folder / "other"
     for name in ("ddp_trainer", "conf"):
         shutil.copytree(ROOT / name, other / name)
-    with open(other / "ddp_trainer" / "__init__.py", "a") as file:
-        file.write('__version__ = "99.0"\n')
+    (other / "ddp_trainer" / "version.py").write_text('__version__ = "99.0"\n')
     launch.start(0)
     launch.start(1, PYTHONPATH=str(other))
     assert "error: node 1 (10.83.0.2): ddp_trainer is 99.0 here and " in launch.end(2)[0].error

@@ -117,7 +117,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
     ranks = [
         int(s.split()[0])
         for s in listing.splitlines()
-        if "job_file=" in s and "launch.agent" not in s
+        if "job_file=" in s and "launchers.agent" not in s
     ]
     assert len(ranks) == 2, listing
     os.kill(ranks[0], signal.SIGSTOP)  # so that the graceful stop cannot end

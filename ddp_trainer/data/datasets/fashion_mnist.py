@@ -64,7 +64,7 @@ def locate(data_root: str | None) -> Path:
     of a download.
     """
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
-    folders = [DEBIAN_FOLDER, cache] if data_root is None else [Path(data_root).expanduser()]
+    folders = [DEBIAN_FOLDER, cache] if data_root is None else [Path(os.path.expanduser(data_root))]
     for folder in folders:
         missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
         if not missing:

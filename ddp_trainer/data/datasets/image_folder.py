@@ -1,5 +1,6 @@
 """Images in one folder per class: train/<class> and val/<class>, or just <class>."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles
 def root_folder(config: ImageFolderConfig) -> Path:
     """Return the folder data.root; ConfigError if it is missing."""
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
-    root = Path(config.root or "").expanduser()
+    root = Path(os.path.expanduser(config.root or ""))
     require(
         root.is_dir(),
         f"data.root={config.root} must be a folder of images, and there is no such folder",
@@ -81,7 +82,7 @@ def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConf
 
 def cache_folder(config: ImageFilesConfig) -> Path:
     """Return the folder for lists of files and caches: data.cache_dir, or that of the user."""
-    return user_cache() if config.cache_dir is None else Path(config.cache_dir).expanduser()
+    return user_cache() if config.cache_dir is None else Path(os.path.expanduser(config.cache_dir))
 
 
 def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:

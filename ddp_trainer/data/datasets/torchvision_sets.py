@@ -42,7 +42,7 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
     images with a class.
     """
     kind = find_class(config.dataset)
-    root = Path(config.root).expanduser() if config.root else user_cache() / "torchvision"
+    root = Path(os.path.expanduser(config.root)) if config.root else user_cache() / "torchvision"
     if config.download:
         try:
             root.mkdir(parents=True, exist_ok=True)
