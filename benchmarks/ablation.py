@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import Job, cpu_model, torchrun
+from compare import Job, cpu_model, overrides_of, torchrun
 
 PROGRAM = """
 {patch}
@@ -94,18 +94,7 @@ def rate(job: Job, choice: Choice) -> float:
         torchrun(
             job,
             str(program),
-            f"model={job.model}",
-            "data=fashion_mnist",
-            f"data.root={job.data}",
-            f"global_batch_size={job.global_batch_size}",
-            f"max_steps={job.steps}",
-            "epochs=100",
-            f"log_every_steps={job.window}",
-            "data.augment.random_crop_padding=2",
-            f"output_dir={folder}",
-            "name=bench",
-            f"device={job.device}",
-            "num_threads=1",
+            *overrides_of(job, folder),
             *choice.overrides,
             alike=False,
         )

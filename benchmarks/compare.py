@@ -136,6 +136,24 @@ def run_peer(job: Job, script: str, *, workers: int, alike: bool = False) -> dic
     return report
 
 
+def overrides_of(job: Job, folder: str) -> list[str]:
+    """Return the overrides with which ddp_trainer trains `job`, in the run `folder`/bench."""
+    return [
+        f"model={job.model}",
+        "data=fashion_mnist",
+        f"data.root={job.data}",
+        f"global_batch_size={job.global_batch_size}",
+        f"max_steps={job.steps}",
+        "epochs=100",
+        f"log_every_steps={job.window}",
+        "data.augment.random_crop_padding=2",
+        f"output_dir={folder}",
+        "name=bench",
+        f"device={job.device}",
+        "num_threads=1",
+    ]
+
+
 def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
     """Run ddp_trainer and return a report like those of peers, from its run directory."""
     with tempfile.TemporaryDirectory() as folder:
@@ -144,18 +162,7 @@ def run_ours(job: Job, *overrides: str, alike: bool = False) -> dict[str, Any]:
             job,
             "-m",
             "ddp_trainer",
-            f"model={job.model}",
-            "data=fashion_mnist",
-            f"data.root={job.data}",
-            f"global_batch_size={job.global_batch_size}",
-            f"max_steps={job.steps}",
-            "epochs=100",
-            f"log_every_steps={job.window}",
-            "data.augment.random_crop_padding=2",
-            f"output_dir={folder}",
-            "name=bench",
-            f"device={job.device}",
-            "num_threads=1",
+            *overrides_of(job, folder),
             *overrides,
             alike=alike,
         )

@@ -216,7 +216,7 @@ def test_an_assignment_has_one_value() -> None:
 
 
 def test_training_reaches_few_modules() -> None:
-    """What a reader of the training must read: folder training/ and all that it imports."""
+    """A reader of the training must read folder training/ and all that it imports."""
     graph = {dotted(name): name for name in MODULES}
     reached: set[str] = set()
     waiting = [module for module in graph if module.startswith("ddp_trainer.training.")]

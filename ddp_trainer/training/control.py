@@ -17,7 +17,7 @@ CONTROL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """What this rank asks for at a control point."""
+    """The requests of this rank at a control point."""
 
     stop: bool = False
     """A graceful stop: a signal, or the stop file."""

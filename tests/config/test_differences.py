@@ -1,4 +1,4 @@
-"""What differs between two dicts, and text made printable."""
+"""The differences of two dicts, and text made printable."""
 
 import pytest
 
