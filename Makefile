@@ -8,7 +8,8 @@ VENV := $(if $(UV),uv venv --quiet --allow-existing --python $(PYTHON) .venv,$(P
 PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --disable-pip-version-check) \
 	--constraint constraints.txt
 
-.PHONY: install train test chaos cluster check bench clean
+.PHONY: install train test chaos cluster cluster-parallel cluster-alone bench clean
+.PHONY: check check-format check-lint check-types check-shell
 
 install: .venv/installed  ## Python environment in .venv
 
@@ -16,19 +17,31 @@ train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the R
 	NPROC=2 launch/local.sh experiment=digits_resnet18
 
 test: .venv/installed  ## tests of every guarantee of the README, with real processes
-	$(BIN)/pytest -n 3 --dist loadfile -m "not chaos and not cluster"
+	$(BIN)/pytest -n 3 --dist loadfile -m "not chaos and not cluster" $(PYTEST_OPTIONS)
 
 chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; prints a table of faults
-	$(BIN)/pytest -n 2 -m "(chaos or fault) and not cluster"
+	$(BIN)/pytest -n 2 -m "(chaos or fault) and not cluster" $(PYTEST_OPTIONS)
 
-cluster: .venv/installed-sweep  ## tests on SLURM, network namespaces and a container build; as root, on Debian
-	$(BIN)/pytest -n 2 --dist loadfile tests/cluster -m "not alone"
-	$(BIN)/pytest tests/cluster -m alone
+cluster: cluster-parallel cluster-alone  ## tests on SLURM, network namespaces and a container build; as root, on Debian
 
-check: .venv/installed  ## format, lint and types; needs Debian's shellcheck
+cluster-parallel: .venv/installed-sweep
+	$(BIN)/pytest -n 2 --dist loadfile tests/cluster -m "not alone" $(PYTEST_OPTIONS)
+
+cluster-alone: .venv/installed-sweep
+	$(BIN)/pytest tests/cluster -m alone $(PYTEST_OPTIONS)
+
+check: check-format check-lint check-types check-shell  ## needs Debian's shellcheck
+
+check-format: .venv/installed
 	$(BIN)/ruff format --check .
+
+check-lint: .venv/installed
 	$(BIN)/ruff check .
+
+check-types: .venv/installed
 	$(BIN)/pyright
+
+check-shell:
 	shellcheck launch/* .ci/run docs/images/*.sh benchmarks/*.sh
 
 bench: .venv/installed-bench  ## compare with plain DDP, Lightning and Accelerate in interleaved rounds

@@ -1,0 +1,96 @@
+"""The gate of CI, run on small projects with a Makefile and tests of their own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from processes import Finished, run_command
+
+GATE = Path(__file__).resolve().parents[1] / ".ci" / "gate.py"
+MAKEFILE = """\
+.PHONY: check test chaos cluster-parallel cluster-alone
+check:
+	test ! -e bad_style
+test chaos cluster-parallel cluster-alone:
+	{python} -m pytest -p xdist -n 2 $@ $(PYTEST_OPTIONS)
+"""
+PASSES = "def test_that_passes():\n    pass\n"
+FAILS = "def test_that_fails():\n    assert 1 == 2, 'one is not two'\n"
+FAILS_ONCE = """\
+from pathlib import Path
+import pytest
+@pytest.mark.parametrize("number", range({number}))
+def test_that_fails_once(number, tmp_path_factory):
+    mark = Path(f"failed-{{number}}")
+    if not mark.exists():
+        mark.touch()
+        raise TimeoutError("waited in vain")
+"""
+KILLS_WORKER = "import os\ndef test_that_ends_the_worker():\n    os._exit(1)\n"
+HANGS = "import time\ndef test_that_hangs():\n    time.sleep(600)\n"
+
+
+def run_gate(folder: Path, *, max_seconds: int = 300, **tests: str) -> Finished:
+    """Run the gate in `folder` with the given tests; a stage without any has one that passes."""
+    (folder / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for stage in ("test", "chaos", "cluster-parallel", "cluster-alone"):
+        (folder / stage).mkdir()
+        text = tests.get(stage.replace("-", "_"), PASSES)
+        (folder / stage / f"test_{stage.replace('-', '_')}.py").write_text(text)
+    command = [sys.executable, str(GATE), str(max_seconds)]
+    return run_command(command, cwd=folder, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+
+
+def list_at_the_end(done: Finished) -> list[str]:
+    lines = done.output.partition("--- result\n")[2].splitlines()
+    assert 0 < len(lines) <= 60
+    return lines
+
+
+def test_every_stage_runs_and_every_failure_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "bad_style").touch()
+    done = run_gate(tmp_path, test=FAILS + PASSES, chaos=KILLS_WORKER, cluster_parallel="")
+    lines = list_at_the_end(done)
+    assert done.code == 1
+    assert [line.partition(":")[0] for line in lines[:5]] == [
+        "check",
+        "test",
+        "chaos",
+        "cluster-parallel",
+        "cluster-alone",
+    ]
+    assert "1 passed, 0 failed, 0 unsteady, 0 skipped" in lines[4]
+    failed = [line for line in lines if line.startswith("failed: ")]
+    assert len(failed) == 4
+    assert failed[0].startswith("failed: check: exit code 2")
+    assert failed[1].startswith(
+        "failed: test: test/test_test.py::test_that_fails: AssertionError: one is not two"
+    )
+    assert failed[2].startswith("failed: chaos: ")
+    assert "test_that_ends_the_worker" in failed[2]
+    assert failed[3].startswith("failed: cluster-parallel: exit code 2 without a failed test")
+    assert any(line.startswith("check | ") and "bad_style" in line for line in lines)
+    assert lines[-1] == "2 passed, 4 failed, 0 skipped"
+
+
+@pytest.mark.parametrize(("number", "code"), [(5, 0), (6, 1)])
+def test_unsteady_tests_are_listed_and_more_than_five_are_refused(
+    number: int, code: int, tmp_path: Path
+) -> None:
+    done = run_gate(tmp_path, chaos=FAILS_ONCE.format(number=number))
+    lines = list_at_the_end(done)
+    assert done.code == code, done.output
+    unsteady = [line for line in lines if line.startswith("unsteady: chaos: ")]
+    assert len(unsteady) == number
+    assert all("passed alone in" in line for line in unsteady)
+    assert all(line.endswith("TimeoutError: waited in vain") for line in unsteady)
+    assert f"failed: {number} tests are unsteady, at most 5 may be" in lines or code == 0
+    assert lines[-1] == f"{number + 3} passed, 0 failed, 0 skipped"
+
+
+def test_a_stage_that_hangs_is_ended_and_the_list_is_printed(tmp_path: Path) -> None:
+    done = run_gate(tmp_path, max_seconds=4, test=HANGS)
+    lines = list_at_the_end(done)
+    assert done.code == 1
+    assert any("the time of all stages is over" in line for line in lines), done.output
