@@ -23,7 +23,7 @@ TEST_STAGES = ("test", "chaos", "cluster-parallel", "cluster-alone")  # targets 
 RESULTS = Path("build/gate")
 MAX_UNSTEADY = 5
 MAX_RERUN = 20  # tests of a stage; with more failures the result is red in any case
-MAX_LISTED = 25  # tests in the list at the end
+MAX_LISTED = 20  # tests in the list at the end
 MAX_WIDTH = 300  # characters of a line of it
 SLOW_SECONDS = 720  # of `make test`; a machine that needs longer tries faults less often
 
@@ -102,7 +102,7 @@ class Gate:
         again: dict[str, Result] = {}
         if 0 < len(failures) <= MAX_RERUN:
             print(f"--- {target}: failed tests once more, alone: {len(failures)}", flush=True)
-            options = ("--last-failed", "--numprocesses=0")
+            options = ("--last-failed", "--last-failed-no-failures=none", "--numprocesses=0")
             again = self.run_pytest(target, f"{target}-again.xml", *options)[2]
         for name, first in failures.items():
             second = again.get(name, first)
@@ -119,7 +119,8 @@ class Gate:
     ) -> tuple[int, list[str], dict[str, Result]]:
         """Run make with `options` for pytest; return also the results by the names of the tests.
 
-        Each stage has a cache of its own, in which pytest keeps the names of the failed tests.
+        Each stage has a cache of its own, in which pytest keeps the names of the failed tests,
+        because --last-failed runs all tests if it knows only of failures of another stage.
         """
         results = RESULTS / file
         results.unlink(missing_ok=True)
@@ -191,14 +192,21 @@ def read_results(path: Path) -> dict[str, Result]:
         seconds = float(case.get("time") or 0)
         errors = case.findall("failure") + case.findall("error")
         if errors:
-            message = (errors[0].get("message") or "no message").strip()
             results[name] = Result(
-                seconds=seconds, outcome="failed", message=message.partition("\n")[0]
+                seconds=seconds, outcome="failed", message=first_line_of(errors[0])
             )
         elif name not in results:
             outcome = "passed" if case.find("skipped") is None else "skipped"
             results[name] = Result(seconds=seconds, outcome=outcome)
     return results
+
+
+def first_line_of(error: ElementTree.Element) -> str:
+    """Return the first line of an error's message, with the exception if the message lacks it."""
+    message = (error.get("message") or "no message").strip().partition("\n")[0]
+    if message in ("collection failure", "internal error") and error.text:
+        message += f": {error.text.strip().splitlines()[-1]}"
+    return message
 
 
 def summary(stages: list[Stage]) -> Iterator[str]:
@@ -223,4 +231,5 @@ def summary(stages: list[Stage]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that make and pytest end as well
     sys.exit(Gate(max_seconds=float(sys.argv[1])).run())

@@ -2,9 +2,10 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import Finished, run_command
+from processes import Finished, processes_with, run_command, start_command, wait_for
 
 GATE = Path(__file__).resolve().parents[1] / ".ci" / "gate.py"
 MAKEFILE = """\
@@ -27,19 +28,46 @@ def test_that_fails_once(number, tmp_path_factory):
         raise TimeoutError("waited in vain")
 """
 KILLS_WORKER = "import os\ndef test_that_ends_the_worker():\n    os._exit(1)\n"
-HANGS = "import time\ndef test_that_hangs():\n    time.sleep(600)\n"
+IMPORTED_ONCE = """\
+from pathlib import Path
+if not Path("imported").exists():
+    Path("imported").touch()
+    raise OSError("no space left")
+"""
+IS_COUNTED = """\
+def test_that_is_counted():
+    with open("count", "a") as file:
+        file.write("1")
+"""
+BREAKS_PYTEST = """\
+import pytest
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if report.nodeid.startswith("chaos") and hasattr(report, "node"):  # not in a worker
+        raise OSError("no space left")
+"""
+HANGS = """\
+import time
+from pathlib import Path
+def test_that_hangs():
+    Path("hangs").touch()
+    time.sleep(600)
+"""
 
 
-def run_gate(folder: Path, *, max_seconds: int = 300, **tests: str) -> Finished:
-    """Run the gate in `folder` with the given tests; a stage without any has one that passes."""
+def gate(folder: Path, *, max_seconds: int = 300, **tests: str) -> list[str]:
+    """Write the tests of each stage to `folder`, by default one that passes; return the command."""
     (folder / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
     (folder / "pytest.ini").write_text("[pytest]\n")
     for stage in ("test", "chaos", "cluster-parallel", "cluster-alone"):
         (folder / stage).mkdir()
         text = tests.get(stage.replace("-", "_"), PASSES)
         (folder / stage / f"test_{stage.replace('-', '_')}.py").write_text(text)
-    command = [sys.executable, str(GATE), str(max_seconds)]
-    return run_command(command, cwd=folder, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    return [sys.executable, str(GATE), str(max_seconds)]
+
+
+def run_gate(folder: Path, **options: Any) -> Finished:
+    return run_command(gate(folder, **options), cwd=folder, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 
 def list_at_the_end(done: Finished) -> list[str]:
@@ -94,3 +122,45 @@ def test_a_stage_that_hangs_is_ended_and_the_list_is_printed(tmp_path: Path) -> 
     lines = list_at_the_end(done)
     assert done.code == 1
     assert any("the time of all stages is over" in line for line in lines), done.output
+
+
+def test_a_test_file_that_could_not_be_imported_is_red_though_it_passes_alone(
+    tmp_path: Path,
+) -> None:
+    """Pytest runs no other test of the stage then."""
+    done = run_gate(tmp_path, test=IMPORTED_ONCE + PASSES)
+    lines = list_at_the_end(done)
+    assert done.code == 1
+    failed = [line for line in lines if line.startswith("failed: test: test/test_test.py")]
+    assert len(failed) == 1
+    assert failed[0].endswith("collection failure: E   OSError: no space left")
+
+
+def test_a_stage_whose_pytest_breaks_is_red_and_not_run_again_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(BREAKS_PYTEST)
+    done = run_gate(tmp_path, test=FAILS, chaos=IS_COUNTED)
+    lines = list_at_the_end(done)
+    assert done.code == 1
+    assert any(line.startswith("failed: chaos: None::internal: internal error") for line in lines)
+    assert (tmp_path / "count").read_text() == "1"
+
+
+def test_the_list_has_at_most_60_lines(tmp_path: Path) -> None:
+    fails = "import pytest\n@pytest.mark.parametrize('number', range(30))\n" + FAILS.replace(
+        "()", "(number)"
+    )
+    (tmp_path / "bad_style").touch()
+    empty = {"chaos": "", "cluster_parallel": "", "cluster_alone": ""}
+    lines = list_at_the_end(run_gate(tmp_path, test=fails, **empty))
+    assert "14 more are not listed" in lines  # 30 tests and 4 stages; 20 are listed
+    assert lines[-1] == "0 passed, 34 failed, 0 skipped"
+
+
+def test_a_gate_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
+    mark = f"GATE_OF_TEST={tmp_path}"
+    variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GATE_OF_TEST": str(tmp_path)}
+    process = start_command(gate(tmp_path, test=HANGS), cwd=tmp_path, **variables)
+    wait_for((tmp_path / "hangs").exists)
+    process.terminate()
+    process.communicate(timeout=90)
+    wait_for(lambda: not processes_with(mark))
