@@ -14,10 +14,10 @@ PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip insta
 install: .venv/installed  ## Python environment in .venv
 
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the README says how long it takes
-	NPROC=2 launch/local.sh experiment=digits_resnet18
+	NPROC=2 launch/local.sh experiment=digits_resnet18 device=cpu
 
 test: .venv/installed  ## tests of every guarantee of the README, with real processes
-	$(BIN)/pytest -n 3 --dist loadfile -m "not chaos and not cluster" $(PYTEST_OPTIONS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not chaos and not cluster" $(PYTEST_OPTIONS)
 
 chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; prints a table of faults
 	$(BIN)/pytest -n 2 -m "(chaos or fault) and not cluster" $(PYTEST_OPTIONS)

@@ -89,7 +89,7 @@ class Gate:
         start = time.monotonic()
         code, lines, results = self.run_pytest(target, f"{target}.xml", "--durations=10")
         if target == "test" and time.monotonic() - start > SLOW_SECONDS:
-            os.environ["FEWER_TRIALS"] = "4"
+            os.environ.update(FEWER_TRIALS="4", RECOVERY_JOBS="1")
 
         outcomes = [result.outcome for result in results.values()]
         stage.num_passed = outcomes.count("passed")

@@ -250,8 +250,8 @@ def run_trainer(job: Job, name: str, *, workers: int) -> dict[str, Any]:
 def ratio(result: Result, base: Result) -> tuple[float, float, float]:
     """Return the mean of the middle half of the round-by-round ratios, the lowest and the highest.
 
-    As little moved by one bad round as the median, and repeats better: more than one or two rounds
-    count.
+    One bad round changes it as little as it changes the median. It varies less between runs than
+    the median, because it uses half of the rounds instead of one or two.
     """
     ratios = sorted(
         a / b for a, b in zip(result.images_per_second, base.images_per_second, strict=True)

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from ddp_trainer.config.data import DataConfig, DigitsConfig, FashionMnistConfig
+from ddp_trainer.config.data import DigitsConfig, FashionMnistConfig
+from ddp_trainer.config.images import DataConfig
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import ImageTensors
 

@@ -37,12 +37,12 @@ def timed_in(state: dict[str, float], function: Callable[..., Any]) -> Callable[
     return call
 
 
-def check_of(step: Any, every_steps: int) -> Any:
+def check_of(step: Any) -> Any:
     """Return the gradient check of a training step, which is added if it has none."""
     from ddp_trainer.observers.gradient_check import GradientCheck
 
     if not step.hooks:
-        step.hooks.append(GradientCheck(step, every_steps=every_steps, deterministic=False))
+        step.hooks.append(GradientCheck(step, every_steps=10**9, deterministic=False))
     return step.hooks[0]
 
 
@@ -62,9 +62,10 @@ def install(folder: Path, segment: int) -> None:
 
     timed = partial(timed_in, state)
 
-    def switched_emit(self: Events, method: str, *arguments: Any) -> None:
+    def switched_emit(self: Events, method: str, *arguments: Any) -> dict[str, Any]:
         if state["kind"] or method not in ("on_phase", "on_step", "on_log"):
-            timed(emit)(self, method, *arguments)
+            return timed(emit)(self, method, *arguments)
+        return {}
 
     def switched_values(self: TrainingRun) -> list[float]:
         self._lengths = {}
@@ -78,10 +79,10 @@ def install(folder: Path, segment: int) -> None:
             output.write(json.dumps(numbers) + "\n")
             kind = self.count // segment % 3
             # One check, in the middle of a segment.
-            check_of(self, segment // 2).checked = self.count if kind == 2 else 10**9
+            check_of(self).every_steps = segment // 2 if kind == 2 else 10**9
             state.update(kind=kind, wall=time.perf_counter(), cpu=time.process_time(), inside=0.0)
         if self.count % segment == segment - 1:
-            check_of(self, segment // 2).checked = 10**9
+            check_of(self).every_steps = 10**9
         return take_step(self, *batch)
 
     GradientCheck.before_forward = timed(GradientCheck.before_forward)

@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +44,9 @@ class Case:
     hosts: int
 
 
-def measure(case: Case, *, share: float) -> float:
+def measure(case: Case, *, share: float, words: Sequence[str] = ()) -> float:
     """Return images per second of `case`, over `share` of its steps: the median over the run's log
-    windows.
+    windows. words: more settings.
     """
     batch, steps = MODELS[case.model]
     steps = max(10, int(steps * share))
@@ -67,6 +68,7 @@ def measure(case: Case, *, share: float) -> float:
             "num_threads=1",
             f"output_dir={folder}",
             "name=run",
+            *words,
         )
         log = Path(folder) / "log"
         nodes = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.data.loaders import Batch, TrainLoader
-from ddp_trainer.observers.stragglers import StragglerFinder
+from ddp_trainer.observers.ranks import StragglerFinder
 from ddp_trainer.training.step import TrainStep
 
 SIZE = 64
@@ -50,7 +50,7 @@ class SlowBackward(torch.autograd.Function):
 
 
 take_step = TrainStep.__call__
-loss_of = TrainStep.loss
+loss_of = TrainStep.compute_loss
 batches_of = TrainLoader.__iter__
 add_times = StragglerFinder.add
 
@@ -80,6 +80,6 @@ def recorded_add(self: StragglerFinder, seconds: Tensor, *, begin: int) -> None:
 
 
 TrainStep.__call__ = counted_step  # type: ignore[method-assign]
-TrainStep.loss = slow_loss  # type: ignore[method-assign]
+TrainStep.compute_loss = slow_loss  # type: ignore[method-assign]
 TrainLoader.__iter__ = slow_batches
 StragglerFinder.add = recorded_add  # type: ignore

@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ddp_trainer.config.data import DataConfig
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.images import DataConfig
 from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.config.losses import LossConfig
 from ddp_trainer.config.metrics import MetricConfig
@@ -90,7 +90,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return the public object `name`, imported when first needed: --help imports no torch."""
+    """Return the public object `name`, imported when first used, so that --help needs no torch."""
     if name not in _IMPORTS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"ddp_trainer.{_IMPORTS_TORCH[name]}"), name)

@@ -1,15 +1,19 @@
 """The command line: ``python -m ddp_trainer [COMMAND] [key=value …]``, also under torchrun."""
 
 import faulthandler
+import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
 
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS
+from ddp_trainer.config.errors import ConfigError, suggestion
+from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.distributed.environment import end_with_launcher, limit_spinning, plugin_modules
 
 
@@ -20,37 +24,54 @@ def main() -> None:
         # KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if isinstance(sys.stdout, TextIOWrapper):
-        # like stderr: a name may hold bytes that are not UTF-8
+        # like stderr, because a file name may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
+    if {"--help", "-h"} & {*sys.argv}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for example, if piped to `head`
     end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
     if command in ("", "train"):
-        # to stderr, until the job collects the stacks of all ranks
+        # SIGQUIT prints the stacks to stderr, until `StackFile` replaces this handler
         faulthandler.register(signal.SIGQUIT, file=2)
     from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
 
     with errors_as_exit_codes():
-        registry.load_plugins(plugin_modules())
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:
+            reason = "the current directory does not exist any more: cd to another directory"
+            raise ConfigError(reason) from error
+        load_plugins(plugin_modules())
     if not command and words in (["--help"], ["-h"]):
         return print_overview()
-    import_module(f"ddp_trainer.commands.{(command or 'train').replace('-', '_')}").main(words)
+    with errors_as_exit_codes():
+        module = import_module(f"ddp_trainer.commands.{(command or 'train').replace('-', '_')}")
+    module.main(words)
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the command, "" if `words` name none, and its words; exit with 2 if it is unknown."""
+    """Return the command ("" if there is none) and its arguments; exit with 2 if it is unknown."""
+    for number in range(len(words)):
+        if setting := without_spaces(*[*words[number:], "", ""][:3]):
+            print(f"error: no spaces around =: write {shlex.quote(setting)}", file=sys.stderr)
+            sys.exit(2)
     if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
         return "", list(words)
     if words[0] in COMMANDS:
         return words[0], list(words[1:])
-    near = get_close_matches(words[0], COMMANDS, n=1)
-    hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"choose from {', '.join(COMMANDS)}, or set a key with key=value"
-    )
-    print(f"error: {words[0]} is not a command: {hint}", file=sys.stderr)
+    hint = suggestion(words[0], COMMANDS)
+    fix = f": choose from {', '.join(COMMANDS)}, or set a key with key=value"
+    print(f"error: {words[0]} is not a command{hint or fix}", file=sys.stderr)
     sys.exit(2)
+
+
+def without_spaces(word: str, after: str, value: str) -> str:
+    """Return ``key=value`` if three words, or the first alone, have it with spaces; "" if not."""
+    if after.startswith("=") or (word.endswith("=") and after and "=" not in after):
+        return word + after + (value or "VALUE") * (after == "=")
+    is_one_word = re.match(r"[\w.@/+]+ +=", word) and not os.path.lexists(word)
+    return re.sub(" *= *", "=", word, count=1) if is_one_word else ""
 
 
 def print_overview() -> None:

@@ -1,24 +1,37 @@
-"""Files that are written completely or not at all, and locks."""
+"""Files: complete replacement, locks, and checks of YAML and pickles of a stranger."""
 
-import json
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
-from typing import Any
+from pickletools import genops, markobject
+from typing import IO, Any
 
+import yaml
 from filelock import FileLock, Timeout
 
 from ddp_trainer.config.errors import TransientError
 
+MAX_BRACKETS = 2000
+"""How many brackets a YAML file may have."""
+MAX_TUPLE_ITEMS = 100_000
+"""How many items a tuple in a pickle may have, together with those of the tuples in it."""
+UNHASHED = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "LIST", "DICT", "FROZENSET")
+"""The operations of a pickle whose result has no hash, or keeps its hash."""
+
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[BufferedRandom]:
-    """Yield a temporary file, synced and renamed to `path` at the end, deleted on an error."""
-    temporary = path.with_name(f".{path.name}.writing")
+    """Yield a temporary file; at the end sync it and rename it to `path`, or delete it on an error.
+
+    The temporary file has a random name and must not exist, because in a folder of another user, a
+    link with a known name could lead to any file of this user.
+    """
+    temporary = path.with_name(f".{secrets.token_hex(8)}.writing")
     try:
-        with open(temporary, "w+b") as file:
+        with open(temporary, "x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -34,21 +47,53 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that is a JSON object with an integer ``step``, and the object."""
-    for line in path.read_text(errors="replace").splitlines():
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield line, record
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML file of a stranger.
+
+    Raises:
+        ValueError: it has aliases, of which few make it endless, or brackets in brackets, which
+            take a time that is quadratic in their depth.
+        yaml.YAMLError: it is no YAML.
+    """
+    if text.count("[") + text.count("{") > MAX_BRACKETS:
+        raise ValueError("it has too many brackets")
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise ValueError("it has YAML aliases (*name), which ddp_trainer does not write")
+    return yaml.safe_load(text)
 
 
-def exclude_node(run_dir: Path, node: str) -> None:
-    """Exclude `node` from the next launch of launch/slurm.sbatch; a full disk is no error."""
-    with suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with open(run_dir / "excluded_nodes", "a") as file:
-            file.write(f"{node}\n")
+def check_pickle(file: IO[bytes]) -> None:
+    """Check the sizes of the tuples in a pickle of a stranger, from the position of `file` on.
+
+    The hash of a key takes years if it is a pair that has another pair twice, and so on 60 deep.
+    Nothing is loaded: this does with the sizes of objects what an unpickler does with the objects.
+
+    Raises:
+        Exception: it is no pickle, or a tuple has more than `MAX_TUPLE_ITEMS` items (ValueError).
+    """
+    stack: list[int] = []  # 0 is a mark
+    memo: dict[Any, int] = {}
+    for operation, argument, _ in genops(file):
+        name = operation.name
+        operands = operation.stack_before
+        sizes = []
+        if markobject in operands:
+            operands = operands[: operands.index(markobject)]
+            sizes = list(iter(stack.pop, 0))
+        sizes += [stack.pop() for _ in operands]
+        size = memo[argument] if name.endswith("GET") else 1 + sum(sizes) * (name not in UNHASHED)
+        if size > MAX_TUPLE_ITEMS:
+            raise ValueError(f"it has a tuple of more than {MAX_TUPLE_ITEMS:,} items")
+        stack += [0 if name == "MARK" else size] * len(operation.stack_after)
+        if name.endswith("PUT") or name == "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = stack[-1]
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary files that processes left in `folder` because they were killed."""
+    for path in folder.glob(".*.writing"):
+        with suppress(OSError):
+            path.unlink()
 
 
 @contextmanager
@@ -58,10 +103,11 @@ def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
     The kernel releases the lock when this process ends, however it ends. The file stays.
 
     Raises:
-        TransientError: with the text `holder`, if another process keeps the lock; or if the file
-        system has no locks.
+        TransientError: another process keeps the lock (the message is `holder`), or the file system
+            has no locks.
     """
-    path.touch()  # raises the OSError of a folder that cannot be written
+    # This raises an OSError if the folder cannot be written, or if `path` is a link.
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     with ExitStack() as stack:
         try:
             # not a soft lock (a file that exists), because a killed process would leave it locked

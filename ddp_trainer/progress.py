@@ -1,13 +1,17 @@
-"""The progress of long work: a bar on a terminal, elsewhere lines in intervals."""
+"""The progress of long work on the console, and tables."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from rich import get_console
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 SECONDS_PER_LINE = 30.0
+MAX_WIDTH = 1000
 
 
 @contextmanager
@@ -16,8 +20,8 @@ def show_progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show the progress of `task` from `done` to `total` items inside the context.
 
-    Yields a function that takes the number of newly finished items. Without a terminal, it prints
-    a line every `SECONDS_PER_LINE`.
+    Yields a function that takes the number of newly finished items. Without a terminal, this
+    function prints a line, at most every `SECONDS_PER_LINE`. total: None if it is not known.
     """
     console = get_console()
     if not console.is_terminal:
@@ -42,7 +46,7 @@ def show_progress(
 
 
 def _line_printer(task: str, total: int | None, done: int) -> Callable[[int], None]:
-    """Return a function that counts finished items and sometimes prints their number."""
+    """Return a function that adds to `done` and prints it, at most every `SECONDS_PER_LINE`."""
     printed = time.monotonic()
     end = "" if total is None else f" of {total:,}"
 
@@ -56,3 +60,8 @@ def _line_printer(task: str, total: int | None, done: int) -> Callable[[int], No
                 get_console().print(f"{task}: {done:,}{end}", highlight=False)
 
     return advance
+
+
+def print_table(table: Table) -> None:
+    """Print a table on stdout; it may be `MAX_WIDTH` characters wide if stdout is no terminal."""
+    Console(width=None if sys.stdout.isatty() else MAX_WIDTH).print(table)

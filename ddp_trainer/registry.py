@@ -1,20 +1,10 @@
-"""The config groups, and the choices of each: a schema and a builder, registered once by name.
+"""The config groups, and the choices of each: a schema and a builder, registered once by name."""
 
-A plug-in is a module whose import registers choices. It is found through the entry-point group
-``ddp_trainer.plugins`` or named in the environment variable ``DDP_TRAINER_PLUGINS``.
-"""
-
-import hashlib
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from importlib.metadata import entry_points
-from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -33,36 +23,24 @@ class Group:
     """A config group, such as ``optimizer``."""
 
     name: str
-    base: str
-    """The base class of the group's schemas, as ``"package.module:class"``."""
     several: bool = False
-    """Whether a run has a list of choices, such as ``logger=[csv,jsonl]``, instead of one."""
+    """Whether a run has a list of choices, such as ``logger=[jsonl,wandb]``, instead of one."""
 
     def key(self, choice: str) -> str:
-        """Return the config key of `choice`: ``optimizer``, or ``logger.csv`` if in a list."""
+        """Return the config key of `choice`: ``optimizer``, or ``logger.jsonl`` if in a list."""
         return f"{self.name}.{choice}" if self.several else self.name
 
     def sections(self, value: Any) -> dict[str, Any]:
-        """Return the chosen sections by config key; value: what a config has for this group."""
+        """Return the chosen sections by config key. value: the value of this group in a config."""
         if not self.several:
             return {self.name: value}
         return {self.key(choice): section for choice, section in value.items()}
 
 
-_CONFIG = "ddp_trainer.config"
-GROUPS = {
-    group.name: group
-    for group in (
-        Group("model", f"{_CONFIG}.models:ModelConfig"),
-        Group("data", f"{_CONFIG}.data:DataConfig"),
-        Group("loss", f"{_CONFIG}.losses:LossConfig"),
-        Group("optimizer", f"{_CONFIG}.optimizers:OptimizerConfig"),
-        Group("scheduler", f"{_CONFIG}.schedulers:SchedulerConfig"),
-        Group("sync", f"{_CONFIG}.sync:SyncConfig"),
-        Group("metric", f"{_CONFIG}.metrics:MetricConfig", several=True),
-        Group("logger", f"{_CONFIG}.loggers:LoggerConfig", several=True),
-        Group("observer", f"{_CONFIG}.observers:ObserverConfig", several=True),
-    )
+SINGLE_GROUPS = ("model", "data", "loss", "optimizer", "scheduler", "sync")
+LIST_GROUPS = ("metric", "logger", "observer")
+GROUPS = {name: Group(name) for name in SINGLE_GROUPS} | {
+    name: Group(name, several=True) for name in LIST_GROUPS
 }
 
 
@@ -77,7 +55,6 @@ class Choice:
 
 
 _choices: dict[str, dict[str, Choice]] = {group: {} for group in GROUPS}
-_plugins: dict[str, str] = {}
 
 
 def register(
@@ -125,9 +102,9 @@ def _check_schema(group: Group, name: str, schema: type) -> None:
         raise ValueError(
             f"{schema.__name__} must be a dataclass with the field name: str = {name!r}"
         )
-    base = resolve_name(group.base)
-    if not issubclass(schema, base):
-        raise ValueError(f"{schema.__name__} must be a subclass of {base.__name__}")
+    base = f"{group.name.title()}Config"  # each group's public base class, such as LossConfig
+    if base not in [parent.__name__ for parent in schema.__mro__]:
+        raise ValueError(f"{schema.__name__} must be a subclass of {base}")
     try:
         OmegaConf.structured(schema)
     except OmegaConfBaseException as error:
@@ -149,7 +126,7 @@ register_observer = partial(register, "observer")
 
 def choices(group: str) -> Mapping[str, Choice]:
     """Return the choices of `group` by name, in the order of their registration."""
-    return MappingProxyType(_choices[group])
+    return _choices[group]
 
 
 def find(group: str, schema: type) -> Choice | None:
@@ -158,9 +135,9 @@ def find(group: str, schema: type) -> Choice | None:
 
 
 def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any) -> T:
-    """Return the object that the builder of the class of `config` makes from the arguments.
+    """Return the object that the builder of the choice with the schema ``type(config)`` makes.
 
-    docs/api.md lists the arguments by group.
+    The builder gets `config` and the other arguments, which docs/api.md lists by group.
 
     Raises:
         PluginError: the object is not of the type `returns`.
@@ -170,52 +147,13 @@ def build(group: str, config: Any, *args: Any, returns: type[T], **options: Any)
     builder = choice.builder
     if isinstance(builder, str):
         builder = resolve_name(builder)
-    result = builder(config, *args, **options)
+    try:
+        result = builder(config, *args, **options)
+    except SystemExit as error:  # it would end the program with the exit code of a success
+        raise PluginError(f"{group}={choice.name}: the builder has called exit") from error
     if not isinstance(result, returns):
         raise PluginError(
             f"{group}={choice.name}: the builder must return an object of type {returns.__name__},"
             f" and returned an object of type {type(result).__name__}"
         )
     return result
-
-
-def load_plugins(modules: Iterable[str] = ()) -> None:
-    """Import the plug-ins of installed packages, then `modules`, each once per process.
-
-    Raises:
-        PluginError: a plug-in cannot be imported.
-    """
-    installed = {entry.module: entry.dist for entry in entry_points(group="ddp_trainer.plugins")}
-    for name in [*installed, *modules]:
-        if name in _plugins:
-            continue
-        try:
-            module = import_module(name)
-        except Exception as error:  # a plug-in's module may raise anything
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            fix = "correct or uninstall the plug-in, or remove it from DDP_TRAINER_PLUGINS"
-            raise PluginError(f"plug-in {name} cannot be imported ({cause}): {fix}") from error
-        distribution = installed.get(name)
-        _plugins[name] = distribution.version if distribution else _version(module)
-
-
-def plugin_versions() -> dict[str, str]:
-    """Return the version of each plug-in, or a digest of its files without one, by module name."""
-    known = {"ddp_trainer", *(name.partition(".")[0] for name in _plugins)}
-    modules = {
-        choice.schema.__module__.partition(".")[0]
-        for group in _choices.values()
-        for choice in group.values()
-    }
-    return _plugins | {name: _version(sys.modules[name]) for name in sorted(modules - known)}
-
-
-def _version(module: ModuleType) -> str:
-    if version := getattr(module, "__version__", None):
-        return str(version)
-    file = getattr(module, "__file__", None)  # an interactive session has none
-    files = [Path(file)] if file else []
-    for folder in getattr(module, "__path__", ()):
-        files += sorted(Path(folder).rglob("*.py"))
-    content = b"".join(file.read_bytes() for file in files)
-    return f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Settings of memory allocator and garbage collector that make steps and starts faster."""
+"""Settings of memory allocator and garbage collector for speed, and the number of usable cores."""
 
 import ctypes
 import gc
@@ -17,9 +17,9 @@ M_MMAP_THRESHOLD = -3
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks up to 32 MiB, so that a step reuses the memory of the last one.
 
-    By default glibc returns a freed block to the system if it is larger than 128 KiB and than all
-    that were freed before, and also much free memory at the end of the heap. What is mapped again
-    costs a page fault per 4 KiB.
+    By default glibc returns a freed block to the system if the block is larger than 128 KiB and
+    larger than all blocks freed before. glibc also returns much free memory at the end of the heap.
+    To use returned memory again costs a page fault per 4 KiB.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
@@ -31,9 +31,9 @@ def keep_freed_memory() -> None:
 def disable_gc() -> Iterator[None]:
     """Disable garbage collection inside the context: importing torch takes 0.5 s less without it.
 
-    If torch was imported inside, later collections skip all objects that exist at the end of the
-    context. They do not skip newer objects, because a DDP module that is never collected aborts the
-    interpreter at exit.
+    If torch was imported in the context, later collections skip all objects that exist at the end
+    of the context. They do not skip newer objects, because a DDP module that is never collected
+    aborts the interpreter at exit.
     """
     was_enabled = gc.isenabled()
     had_torch = "torch" in sys.modules
@@ -54,6 +54,6 @@ def usable_cores() -> int:
     )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except OSError:
+    except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -2,65 +2,57 @@
 
 import json
 import logging
-import platform
-import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ddp_trainer import registry
 from ddp_trainer.checkpoint.file import State
-from ddp_trainer.checkpoint.run_dir import check_changes, lock_run_dir
+from ddp_trainer.checkpoint.run_dir import check_changes, exclude_node, lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
-from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import require
-from ddp_trainer.config.metrics import MetricConfig
-from ddp_trainer.config.observers import ObserverConfig, ReportConfig
-from ddp_trainer.config.schema import Config, OnCorruption, Precision, Resume
-from ddp_trainer.data.dataset import Datasets, num_samples
+from ddp_trainer.config.composition import to_saved
+from ddp_trainer.config.errors import TransientError, require
+from ddp_trainer.config.observers import ReportConfig
+from ddp_trainer.config.plugins import plugin_versions
+from ddp_trainer.config.schema import Config, OnCorruption, Resume
 from ddp_trainer.distributed.environment import Environment, installed_versions, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.world import World
-from ddp_trainer.files import exclude_node, replace_text
+from ddp_trainer.files import replace_text
 from ddp_trainer.observers.console import EpochLines, ProgressBar, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
 from ddp_trainer.observers.loggers.base import Loggers, build_loggers
-from ddp_trainer.observers.memory import Memory
 from ddp_trainer.observers.pictures import Pictures
-from ddp_trainer.observers.ranks import RankTimes
+from ddp_trainer.observers.ranks import Ranks
+from ddp_trainer.observers.start_lines import log_changes, log_header
 from ddp_trainer.observers.step_times import StepTimer, StepTimes
+from ddp_trainer.recovery import Rounds, run_in_rounds
 from ddp_trainer.runtime import disable_gc
-from ddp_trainer.start import Start, start
+from ddp_trainer.sharded_step import WeightsHash
+from ddp_trainer.start import Setup, set_up
 from ddp_trainer.training.control import ControlPoint
-from ddp_trainer.training.evaluation import Metric
 from ddp_trainer.training.loop import fit
 from ddp_trainer.training.phase import Phase
-from ddp_trainer.training.run import Events, Observer, TrainingRun
+from ddp_trainer.training.run import Events, Observer, ObserverError, TrainingRun
 from ddp_trainer.training.summary import Status, Summary
 
 logger = logging.getLogger(__name__)
 
-RESTART_SECONDS = 3.0
-"""How long a rank of a job on several nodes waits to end if another rank got the stop request.
-
-torchrun stops all ranks of an elastic job when a node comes back, and starts them again. If the
-torchrun process of a node sees its ranks end before it has noticed the new node, it considers the
-job finished and does not restart them.
-"""
 STOPPED = "stopped"
 """The name of a file in the run directory: the run was stopped gracefully and is not finished."""
 
 
 def run(config: Config, run_dir: Path | None = None) -> Summary:
-    """Train as `config` says, in `run_dir`, and return the result. Every rank calls this.
+    """Train as `config` says, in `run_dir`, and return the result. Collective.
 
     `run_dir` is ``<output_dir>/<name>`` unless given. Resumes from the newest checkpoint in
-    `run_dir`, if there is one.
+    `run_dir`, if there is one. With resume=never, a `run_dir` with results is renamed first.
 
     Raises:
         ConfigError: the config breaks a rule that depends on this machine, data set or directory.
@@ -68,37 +60,130 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
     """
     environment = read_environment()
     run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
-    with ExitStack() as stack:
-        begun = start(config, environment, stack)
-        world = begun.world
-        resume = resolve_resume(begun.config.resume, environment, world)
-        open_run_dir(run_dir, to_builtins(begun.config), world, resume=resume, stack=stack)
-        stop = catch_signals(environment, world, stack)
-        training = build_run(begun, run_dir, environment=environment, stop=stop, stack=stack)
-        log_header(training, begun.datasets)
+    start = partial(set_up, config, environment)
+    if config.recovery.min_ranks is None or not environment.under_torchrun:
+        return run_once(start, run_dir, environment, Rounds())
+    return run_in_rounds(
+        lambda rounds: run_once(start, run_dir, environment, rounds),
+        config.recovery,
+        run_dir=run_dir,
+        environment=environment,
+        timeout_seconds=config.timeout_seconds,
+    )
+
+
+def run_once(
+    start: Callable[..., Setup], run_dir: Path, environment: Environment, rounds: Rounds
+) -> Summary:
+    """Train in one process group. Collective.
+
+    start: `set_up` with the config and the environment.
+    rounds: the groups of the job, and what this process has kept of the one before.
+    """
+    with ExitStack() as stack, exits_as_errors():
+        setup = start(stack, membership=rounds.membership, datasets=rounds.datasets)
+        rounds.datasets = setup.datasets
+        world = setup.world
+        resume = Resume.auto
+        if rounds.is_first:
+            resume = resolve_resume(setup.config.resume, environment, world)
+        open_run_dir(run_dir, to_saved(setup.config), world, resume=resume, stack=stack)
+        stop = rounds.stop or catch_signals(environment, world, stack)
+        training = build_run(
+            setup, run_dir, environment=environment, stop=stop, stack=stack, rounds=rounds
+        )
+        stack.enter_context(rounds.watched(training))
+        if world.is_main and rounds.is_first:
+            log_header(training)
+        # Gathered now, because ranks cannot communicate after an error.
         nodes = world.all_gather_object(environment.node)
-        try:
+        with consequences(training, nodes):
             summary = fit(training)
-        except CorruptionError as error:
-            is_excluded = begun.config.check.on_corruption is OnCorruption.exclude
-            if world.is_main and is_excluded and error.rank is not None:
-                exclude_node(run_dir, nodes[error.rank])
-            raise
         training.enter(Phase.end)  # files and loggers may take as long as they need
-        training.checkpoints.wait()
-        record_summary(summary, training)
+        world.raise_on_any_rank(partial(record_summary, summary, training))
         training.emit("end")
         del training  # no DDP module may outlive the process group
-    is_stopped_by_another = summary.status is Status.stopped and not stop.is_set
-    if is_stopped_by_another and not environment.is_one_node:
-        time.sleep(RESTART_SECONDS)
     return summary
 
 
-def resolve_resume(resume: Resume, environment: Environment, world: World) -> Resume:
-    """Return how this launch resumes: a restarted job also resumes with resume=never. Collective.
+class ExitError(RuntimeError):
+    """A part of the run, for example a metric of a plug-in, has called ``sys.exit``."""
 
-    All ranks are asked, because a late node does not know of the restart.
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """Raise `ExitError` in place of SystemExit, which could have the exit code of a success."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ExitError(f"a part of the run has called sys.exit({error.code!r})") from error
+
+
+@contextmanager
+def consequences(training: TrainingRun, nodes: list[str]) -> Iterator[None]:
+    """Exclude the node of a corrupt rank if the config says so; explain a full memory.
+
+    nodes: the name of the node of each rank.
+    """
+    config = training.config
+    try:
+        with explain_full_memory(
+            batch_size=config.global_batch_size, num_parts=config.gradient_accumulation_steps
+        ):
+            yield
+    except CorruptionError as error:
+        is_excluded = config.check.on_corruption is OnCorruption.exclude
+        if training.world.is_main and is_excluded and error.rank is not None:
+            exclude_node(training.run_dir, nodes[error.rank])
+        raise
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(out_of_memory(training)) from error
+
+
+@contextmanager
+def explain_full_memory(*, batch_size: int, num_parts: int) -> Iterator[None]:
+    """Raise `HostMemoryError` in place of an error of the allocator of CPU memory.
+
+    batch_size: the global batch size. num_parts: the gradient accumulation steps.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise HostMemoryError(
+            "this host has no memory left: set a smaller data.image_size or model,"
+            f" gradient_accumulation_steps={2 * num_parts} for half as many images in a pass, or"
+            f" global_batch_size={max(1, batch_size // 2)}"
+        ) from error
+
+
+class HostMemoryError(RuntimeError):
+    """The memory of the host is full; ``str(error)`` says which values of the config need less."""
+
+
+class DeviceMemoryError(RuntimeError):
+    """The memory of a GPU is full; ``str(error)`` says which values of the config need less."""
+
+
+def out_of_memory(training: TrainingRun) -> str:
+    """Return the message for a full GPU: what is in use, and which values need half of it."""
+    config = training.config
+    parts = config.gradient_accumulation_steps
+    images = -(-training.loaders.sampler.local_batch_size // parts)
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"{torch.cuda.get_device_name()} has no memory left ({(total - free) / 2**30:.1f} of"
+        f" {total / 2**30:.1f} GiB are in use) in a pass over {images} images: set"
+        f" gradient_accumulation_steps={2 * parts} for half as many images in a pass, or"
+        f" global_batch_size={max(1, config.global_batch_size // 2)}"
+    )
+
+
+def resolve_resume(resume: Resume, environment: Environment, world: World) -> Resume:
+    """Return `resume`; after a restart of the job, `Resume.auto` in place of never. Collective.
+
+    All ranks are asked, because a rank on a new node does not know that the job was restarted.
     """
     is_restart = any(world.all_gather_object(environment.is_restart))
     return Resume.auto if is_restart and resume is Resume.never else resume
@@ -114,30 +199,48 @@ def catch_signals(environment: Environment, world: World, stack: ExitStack) -> G
 
 
 def build_run(
-    begun: Start, run_dir: Path, *, environment: Environment, stop: GracefulStop, stack: ExitStack
+    setup: Setup,
+    run_dir: Path,
+    *,
+    environment: Environment,
+    stop: GracefulStop,
+    stack: ExitStack,
+    rounds: Rounds,
 ) -> TrainingRun:
     """Return the run with its parts and observers, which `stack` closes. Collective."""
-    config = begun.config
-    world = begun.world
+    config = setup.config
+    world = setup.world
+    # Entered first, so closed last: the monitor can end a rank that hangs while it closes parts.
     monitor = stack.enter_context(
         FailureMonitor(
             world, environment, stop, run_dir=run_dir, timeout_seconds=config.timeout_seconds
         )
     )
-    own_loggers = config.logger.values() if world.is_main else ()
+    rounds.connect(monitor)
+    stack.enter_context(rounds.watched())
+    logger_configs = config.logger.values() if world.is_main else ()
     loggers = stack.enter_context(
-        world.raise_on_any_rank(lambda: build_loggers(own_loggers, run_dir))
+        world.raise_on_any_rank(lambda: build_loggers(logger_configs, run_dir))
     )
-    loaders = begun.build_loaders()
-    tree = to_builtins(config)
+    loaders = setup.build_loaders()
+    tree = to_saved(config)
 
     def check_state(state: State) -> None:
         check_changes(state["config"], tree, run_dir=run_dir)
+        num_threads = state["config"]["num_threads"]
+        require(
+            config.shards is None or num_threads == config.num_threads,
+            f"num_threads={config.num_threads} must be {num_threads}, as in {run_dir}: with shards,"
+            " the number of threads is part of what a run computes",
+        )
         require(
             state["data_fingerprint"] == loaders.datasets.fingerprint,
             f"{run_dir} was trained on other images than data={config.data.name} has here: restore "
             "the former images, choose name=… for a new run, or resume=never to start from step 0",
         )
+        if world.is_main:
+            peak = config.optimizer.scaled_lr(config.global_batch_size)
+            log_changes(state, tree, peak_lr=peak, lr_factor=setup.lr_factor)
 
     checkpoints = CheckpointStore(
         run_dir / "checkpoints",
@@ -147,8 +250,14 @@ def build_run(
         check_state=check_state,
     )
     stack.callback(checkpoints.close)
-    with disable_gc():  # because DDP imports torch's compiler
-        step = begun.build_step()
+    # DDP imports torch's compiler, and garbage collection slows imports
+    with (
+        disable_gc(),
+        explain_full_memory(
+            batch_size=config.global_batch_size, num_parts=config.gradient_accumulation_steps
+        ),
+    ):
+        step = setup.build_step()
     every_steps = config.check.every_steps
     if every_steps is not None:
         check = GradientCheck(step, every_steps=every_steps, deterministic=config.deterministic)
@@ -166,20 +275,38 @@ def build_run(
         loaders=loaders,
         checkpoints=checkpoints,
         control=control,
-        metrics=build_metrics(config.metric),
+        metrics=build_each("metric", config.metric, world, returns=Callable),
         should_stop=stop.poll,
     )
-    observers = build_observers(training, monitor, loggers, stack)
-    training.events = Events(list(observers.values()), list(observers))
+    training.events = Events(
+        {
+            **rounds.attach(training),
+            **build_observers(training, monitor, loggers, stack),
+        }
+    )
     step.on_phase = training.enter
-    monitor.emit_failure = partial(training.emit, "failure")
+    monitor.emit_failure = partial(report_to_observers, training)
     return training
 
 
-def build_metrics(configs: Mapping[str, MetricConfig]) -> dict[str, Metric]:
-    """Return the metrics that the config chooses, by name."""
-    returns = cast(Any, Callable)
-    return {name: registry.build("metric", one, returns=returns) for name, one in configs.items()}
+def report_to_observers(training: TrainingRun) -> None:
+    """Call ``on_failure`` of each observer, even if another observer raises an exception."""
+    for name in training.events.names_by_method["on_failure"]:
+        try:
+            training.events.call(name, "on_failure", training)
+        except ObserverError as error:
+            logger.warning("%s", error)
+
+
+def build_each(
+    group: str, configs: Mapping[str, Any], world: World, *, returns: Any
+) -> dict[str, Any]:
+    """Return the parts that the config chooses in a group, by name. Collective."""
+    return world.raise_on_any_rank(
+        lambda: {
+            name: registry.build(group, part, returns=returns) for name, part in configs.items()
+        }
+    )
 
 
 def build_observers(
@@ -187,13 +314,13 @@ def build_observers(
 ) -> dict[str, Observer]:
     """Return all observers by name, in the order in which they are called.
 
-    The project's own observers add values to log records, then those of the config; the last one
-    passes the records to the loggers.
+    The built-in observers add values to log records first, then the observers of the config. The
+    loggers are called last, because they record the values that all others have added.
     """
     timer = StepTimer(training.world.device, training.model)
-    own = dict(training.config.observer)
+    config_observers = dict(training.config.observer)
     if training.config.report:
-        own.setdefault("report", ReportConfig())
+        config_observers.setdefault("report", ReportConfig())
     bars: dict[str, Observer] = {}
     if ProgressBar.is_wanted(training.world):
         bar = ProgressBar()
@@ -201,21 +328,14 @@ def build_observers(
         bars["progress_bar"] = bar
     return {
         "failures": monitor,
-        "ranks": RankTimes(timer),
+        **({} if training.config.shards is None else {"weights_hash": WeightsHash()}),
+        "ranks": Ranks(timer),
         "step_times": StepTimes(timer),
-        "memory": Memory(),
         **bars,
         "epoch_lines": EpochLines(),
         "pictures": Pictures(loggers),
-        **build_own_observers(own),
+        **build_each("observer", config_observers, training.world, returns=Observer),
         "loggers": loggers,
-    }
-
-
-def build_own_observers(configs: Mapping[str, ObserverConfig]) -> dict[str, Observer]:
-    """Return the observers that the config chooses, by name."""
-    return {
-        name: registry.build("observer", one, returns=Observer) for name, one in configs.items()
     }
 
 
@@ -223,7 +343,7 @@ def open_run_dir(
     run_dir: Path, config: dict[str, Any], world: World, *, resume: Resume, stack: ExitStack
 ) -> None:
     """Create and lock `run_dir`, and log to it, until `stack` closes. Collective."""
-    lock = lock_run_dir(run_dir, config, resume=resume)
+    lock = lock_run_dir(run_dir, config, resume=resume, marker=STOPPED)
     backup_dir = world.raise_on_any_rank(
         lambda: stack.enter_context(lock) if world.is_main else None
     )
@@ -231,75 +351,51 @@ def open_run_dir(
     if backup_dir is not None:
         logger.info("resume=never: renamed the former run to %s", backup_dir)
     if world.is_main:
-        (run_dir / STOPPED).unlink(missing_ok=True)
-        versions = installed_versions() | registry.plugin_versions()
+        versions = installed_versions() | plugin_versions()
         write_output(run_dir / "versions.json", json.dumps(versions, indent=2) + "\n")
 
 
-def log_header(training: TrainingRun, datasets: Datasets) -> None:
-    """Log the model, the data, the devices, the batch sizes and the run directory."""
-    config = training.config
-    world = training.world
-    sampler = training.loaders.sampler
-    device = (
-        torch.cuda.get_device_name(world.device)
-        if world.device.type == "cuda"
-        else platform.processor()
-    )
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    split = config.data.eval_split
-    logger.info(
-        "%s (%s parameters) on %s: %d training, %d %s images",
-        config.model.name,
-        f"{parameters:,}",
-        config.data.name,
-        num_samples(datasets.train),
-        num_samples(datasets.eval),
-        split,
-    )
-    logger.info(
-        "%d × %s (%s), %s, num_threads=%d, sync=%s, torch %s",
-        world.world_size,
-        device or world.device.type,
-        world.backend,
-        config.precision.name,
-        world.num_threads,
-        config.sync.name,
-        torch.__version__,
-    )
-    logger.info(
-        "global batch %d on %d ranks, at most %d images at a time × %d gradient accumulation steps,"
-        " %d steps an epoch, %d epochs, lr %g",
-        config.global_batch_size,
-        world.world_size,
-        -(-sampler.local_batch_size // config.gradient_accumulation_steps),
-        config.gradient_accumulation_steps,
-        sampler.steps_per_epoch,
-        config.epochs,
-        config.optimizer.scaled_lr(config.global_batch_size),
-    )
-    if config.precision is Precision.fp16 and world.device.type == "cpu":
-        logger.warning(
-            "precision=fp16 takes many times as long as fp32 on a CPU: use precision=fp32"
-        )
-    if config.checkpoint.keep_best and split == "test":
-        logger.info(
-            "best.pt is chosen on the test split: set data.validation_fraction=0.1 to hold out"
-            " images for it"
-        )
-    logger.info("run directory %s", training.run_dir)
-
-
 def record_summary(summary: Summary, training: TrainingRun) -> None:
-    """On rank 0, write summary.json and log it; if stopped, also write the file `STOPPED`."""
+    """On rank 0, write summary.json, and log the result; if stopped, log the step instead.
+
+    If the launch was stopped, also write the file `STOPPED`.
+
+    Raises:
+        TransientError: the last checkpoint, or the file `STOPPED`, was not written: a scheduler
+            must not consider this training as finished.
+    """
     if not training.world.is_main:
         return
+    training.checkpoints.check_saved()
     write_output(training.run_dir / "summary.json", summary.to_json())
     if summary.status is Status.stopped:
-        write_output(training.run_dir / STOPPED, f"{summary.steps}\n")
+        path = training.run_dir / STOPPED
+        try:
+            replace_text(path, f"{summary.steps}\n")
+        except OSError as error:
+            raise TransientError(
+                f"stopped at step {summary.steps}, and saved, but {path} was not written "
+                f"({error.strerror}): start the same command again"
+            ) from error
         logger.info("stopped at step %d, not finished: the same command resumes it", summary.steps)
         return
     logger.info(summary.line())
+    folder = training.run_dir
+    best = folder / "checkpoints" / "best.pt"
+    logger.info(
+        "%s; next: python -m ddp_trainer evaluate %s",
+        f"best {best_score(summary)}: {best}"
+        if best.is_file() and summary.best_value is not None
+        else f"the newest checkpoint: {training.checkpoints.last_good}",
+        shlex.quote(str(folder)),
+    )
+
+
+def best_score(summary: Summary) -> str:
+    """Return the name and the best value of `select_by`."""
+    is_top1 = summary.select_by == "eval/top1"
+    name = "acc" if is_top1 else summary.select_by.removeprefix("eval/")
+    return f"{summary.eval_split} {name} {summary.best_value:.4f}"
 
 
 def write_output(path: Path, text: str) -> None:

@@ -6,6 +6,10 @@
 # PICTURES has a folder per class; a fifth of the pictures is held out. WEIGHTS is a file of weights
 # for the model (torchvision's, timm's or your own), or null for random ones.
 set -euo pipefail
+if (($# < 2)); then
+    echo "usage: $0 PICTURES WEIGHTS [KEY=VALUE …]" >&2
+    exit 2
+fi
 pictures=$1
 weights=$2
 shift 2

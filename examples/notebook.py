@@ -5,10 +5,11 @@
 from ddp_trainer import Config, launch, load
 from ddp_trainer.config.models import LeNetConfig
 
-config = Config(model=LeNetConfig(), global_batch_size=32, name="notebook")
+config = Config(model=LeNetConfig(), epochs=4, global_batch_size=32, name="notebook")
 
 # %%
-# Two processes on this machine. Interrupt the cell to stop gracefully; run it again to go on.
+# Train on two processes of this machine. Interrupt the cell to stop the training gracefully; run
+# the cell again to continue it.
 # Code that you register (a loss, a data set) must be in a .py file that this notebook imports.
 if __name__ == "__main__":
     summary = launch(config, num_ranks=2)

@@ -3,8 +3,8 @@
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_dataset
     NPROC=2 launch/local.sh data=bars model=lenet
 
-A split is a map-style data set of (uint8 [C, H, W], int), which threads read in advance. With
-`read` and `labels` it gets what image folders get: random crops, and a stratified hold-out.
+A split is a map-style data set of pairs: an image, uint8 [C, H, W], and a label, int. The method
+`read` makes random crops possible, and `labels` a stratified validation split.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer import Config, DataConfig, Datasets, launch, register_dataset
-from ddp_trainer.config.data import FileAugmentConfig
+from ddp_trainer.config.images import FileAugmentConfig
 from ddp_trainer.config.models import LeNetConfig
 
 
@@ -23,7 +23,7 @@ from ddp_trainer.config.models import LeNetConfig
 class BarsConfig(DataConfig):
     name: str = "bars"
     count: int = 480
-    """Training images; a quarter as many are for evaluation."""
+    """Number of training images; the evaluation split has a quarter of this number."""
     augment: FileAugmentConfig = field(default_factory=FileAugmentConfig)  # type: ignore[override]
 
 
@@ -41,20 +41,20 @@ class Bars(Dataset[tuple[Tensor, int]]):
         return self.read(index, None)
 
     def read(self, index: int, draws: Sequence[float] | None) -> tuple[Tensor, int]:
-        """Return an image. draws: four numbers in [0, 1) for a random crop; None: in evaluation."""
+        """Return an image and its label. draws: random numbers in [0, 1); None: in evaluation."""
         image = torch.zeros(16, 16, dtype=torch.uint8)
         shift = 0 if draws is None else round(4 * draws[0]) - 2
         image[int(self.places[index]) + shift] = 255
-        label = int(self.labels[index])
-        return (image.T if label else image)[None], label
+        return (image.T if self.labels[index] else image)[None], int(self.labels[index])
 
 
 @register_dataset("bars", BarsConfig)
 def build_bars(config: BarsConfig) -> Datasets:
-    splits = Bars(config.count, seed=0), Bars(config.count // 4, seed=1)
-    return Datasets(*splits, class_names=["horizontal", "vertical"])
+    train = Bars(config.count, seed=0)
+    return Datasets(train, Bars(config.count // 4, seed=1), ["horizontal", "vertical"])
 
 
 if __name__ == "__main__":
-    config = Config(model=LeNetConfig(), data=BarsConfig(), epochs=3, global_batch_size=48)
+    config = Config(model=LeNetConfig(), data=BarsConfig(), epochs=4, global_batch_size=24)
+    config.optimizer.lr = 0.01
     print(f"top-1 {launch(config, num_ranks=2).eval_top1:.4f}")

@@ -25,7 +25,7 @@ from ddp_trainer.config.models import LeNetConfig
 class FocalConfig(LossConfig):
     name: str = "own_focal"
     gamma: float = 2.0
-    """Exponent: the larger it is, the less a sample counts that is classified well."""
+    """Exponent: a larger value reduces the weight of samples that are classified well."""
 
 
 @register_loss("own_focal", FocalConfig)
@@ -44,7 +44,11 @@ def build_focal(
 
 if __name__ == "__main__":
     config = Config(
-        model=LeNetConfig(), loss=FocalConfig(gamma=1.5), global_batch_size=32, name="own_loss"
+        model=LeNetConfig(),
+        loss=FocalConfig(gamma=1.5),
+        epochs=4,
+        global_batch_size=32,
+        name="own_loss",
     )
     summary = launch(config, num_ranks=2)
     print(f"top-1 {summary.eval_top1:.4f} after {summary.steps} steps")

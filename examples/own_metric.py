@@ -5,8 +5,8 @@ On the command line it is a choice of the group metric, which is a list:
     export PYTHONPATH=examples DDP_TRAINER_PLUGINS=own_metric
     NPROC=2 launch/local.sh metric=[own_balanced] model=lenet
 
-A metric is computed on rank 0 from the results of all ranks, each sample once, and is logged as
-eval/own_balanced.
+A metric is computed on rank 0 from the results of all ranks, each sample once. Its value is logged
+as eval/own_balanced.
 """
 
 from collections.abc import Callable
@@ -40,6 +40,7 @@ if __name__ == "__main__":
     config = Config(
         model=LeNetConfig(),
         metric={"own_balanced": BalancedConfig()},
+        epochs=4,
         global_batch_size=32,
         name="own_metric",
     )

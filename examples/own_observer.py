@@ -6,7 +6,7 @@ On the command line it is a choice of the group observer, which is a list:
     NPROC=2 launch/local.sh observer=[stop_below] observer.stop_below.loss=0.5
 
 Every rank has the observer, and calls its methods in the same order. A request to stop is reduced
-over ranks: all of them stop after the same step, evaluate and save.
+over all ranks, so that they stop after the same step, evaluate and save.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class StopBelowConfig(ObserverConfig):
     loss: float = 1.0
     """The training ends when the mean training loss of a log window is below this number."""
     windows: int = 2
-    """So many log windows in a row must be below it."""
+    """Number of log windows in a row whose mean loss must be below `loss`."""
 
 
 @register_observer("stop_below", StopBelowConfig)

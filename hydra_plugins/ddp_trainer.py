@@ -1,6 +1,4 @@
-"""The launchers for Hydra, which instantiates only launchers whose class is defined in
-`hydra_plugins`.
-"""
+"""The launchers, in this folder because Hydra instantiates no launchers from other folders."""
 
 from ddp_trainer.launchers.sweeps import slurm, torchrun
 

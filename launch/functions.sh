@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034 # the scripts that source this file read its variables
-# Functions of local.sh and multinode.sh: the interpreter, the number of ranks, the job file, the graceful stop.
+# Functions for local.sh and multinode.sh: interpreter, number of ranks, job file, torchrun and its graceful stop.
 
 # Set `python` to the interpreter: PYTHON, else the interpreter in the project's .venv, else python3.
 find_python() {
@@ -35,42 +35,65 @@ make_work() {
     trap 'rm -rf -- "$work"' EXIT
 }
 
-# Set `program` to Python's arguments in each rank: the doctor, or the training of the job file $work/job.json. The
-# config is composed and checked once, here, so that a mistake is one error and nothing starts. The first argument
-# of this function is the number of ranks, empty if it is not known.
+# Run a command of ddp_trainer that needs no ranks, and exit, if the first argument is one.
+run_alone() {
+    case ${1:-} in
+    predict | export | report | verify | freeze) exec "$python" -m ddp_trainer "$@" ;;
+    -h | --help) exec "$python" -m ddp_trainer train --help ;;
+    esac
+}
+
+# Set `program` to the arguments of Python in each rank: a command, or train with the job file $work/job.json. This
+# function composes and checks the config before any rank starts, so that a mistake is reported once. Its first
+# argument is the world size (empty if unknown); the others are settings, or a command and its arguments.
 choose_program() {
     local world_size=${1:+world_size=$1}
     shift
-    if [[ ${1:-} == doctor ]]; then
+    case ${1:-} in
+    doctor | evaluate | benchmark | plan)
         program=(-m ddp_trainer "$@")
         return
-    fi
+        ;;
+    train) shift ;;
+    esac
     "$python" -m ddp_trainer freeze "$work/job.json" ${world_size:+"$world_size"} "$@" >/dev/null || exit $?
     program=(-m ddp_trainer train "job_file=$work/job.json")
 }
 
-# Run torchrun with these arguments in a session of its own and return its exit code. The first Ctrl-C or TERM requests
-# a graceful stop through a file (torchrun would kill its ranks 30 s after a signal), the second kills all ranks at
-# once. With STOP_WITH_STDIN=1 a line on stdin, or the end of stdin, counts as a TERM.
+# Run torchrun with these arguments in a new session and return its exit code. The first Ctrl-C or TERM requests a
+# graceful stop through the file DDP_TRAINER_STOP_FILE, because torchrun would kill its ranks 30 s after a signal. The
+# second kills all ranks at once. With STOP_WITH_STDIN=1 a line on stdin, or the end of stdin, counts as a TERM.
+#
+# With ISOLATED=1 each rank has a torchrun of its own, which starts the rank again when it was killed. `slots` is then
+# the number of ranks on all nodes, and `first_slot` the rank of this node's first one.
 run_torchrun() {
-    local child code reader='' stopping='' interrupted=''
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # or torchrun prints a warning; the key num_threads decides
+    local children=() child rank code=0 one reader='' stopping='' interrupted=''
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}             # or torchrun prints a warning; num_threads sets the threads
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # or torch warns about addresses without a name
     export DDP_TRAINER_STOP_FILE=${DDP_TRAINER_STOP_FILE:-$work/stop}
     trap 'interrupted=1; stop' INT TERM
     trap '' HUP # so that training continues when the terminal is closed
-    # setpriv ends torchrun, which ends its ranks, when this script is killed
-    setsid setpriv --pdeathsig TERM -- "$python" -m ddp_trainer.launchers.agent --nproc-per-node="$ranks" \
-        --log-dir="$work/torchrun" "$@" "${program[@]}" </dev/null &
-    child=$!
+    if [[ ${ISOLATED:-} ]]; then
+        export TORCH_ELASTIC_WORKER_IDENTICAL=1 DDP_TRAINER_LOCAL_WORLD_SIZE=$ranks # else torchrun waits for all nodes
+        for ((rank = 0; rank < ranks; rank++)); do
+            export DDP_TRAINER_LOCAL_RANK=$rank
+            start_agent "$work/torchrun-$rank" --nproc-per-node=1 --nnodes="${slots:-$ranks}" --max-restarts="${MAX_RESTARTS:-20}" \
+                "$@" --rdzv-conf="rank=$((${first_slot:-0} + rank)),timeout=120"
+        done
+    else
+        start_agent "$work/torchrun" --nproc-per-node="$ranks" "$@"
+    fi
     if [[ ${STOP_WITH_STDIN:-} ]]; then
         { while read -r; do kill -TERM $$; done; kill -TERM $$; } <&0 >/dev/null 2>&1 &
         reader=$!
     fi
-    while :; do
-        interrupted='' code=0
-        wait "$child" || code=$?
-        if [[ -z $interrupted ]]; then break; fi
+    for child in "${children[@]}"; do
+        while :; do
+            interrupted='' one=0
+            wait "$child" || one=$?
+            if [[ -z $interrupted ]]; then break; fi
+        done
+        if ((code == 0 || one == 2)); then code=$one; fi
     done
     trap '' INT TERM
     if [[ $reader ]]; then kill "$reader" 2>/dev/null || :; fi
@@ -78,19 +101,31 @@ run_torchrun() {
     return "$code"
 }
 
-# Request a graceful stop, or, the second time, kill torchrun and its ranks. Uses the variables of run_torchrun.
+# Start torchrun in the background with the log directory $1 and other arguments. When this script is killed, setpriv
+# makes the kernel end torchrun, which then stops its ranks gracefully; with ISOLATED=1 they are lost, others go on.
+start_agent() {
+    local logs=$1
+    shift
+    setsid setpriv --pdeathsig "$([[ ${ISOLATED:-} ]] && echo KILL || echo TERM)" -- "$python" -m ddp_trainer.launchers.agent --log-dir="$logs" "$@" \
+        "${program[@]}" </dev/null &
+    children+=("$!")
+}
+
+# Request a graceful stop; on the second call kill torchrun and its ranks. Uses the local variables of run_torchrun.
 stop() {
     if [[ -z $stopping ]]; then
         stopping=1
         echo "stopping when all ranks have saved; a second Ctrl-C or TERM stops at once" >&2
         touch -- "$DDP_TRAINER_STOP_FILE"
     else
-        # shellcheck disable=SC2046  # one word per process id
-        kill -KILL $(cat /proc/"$child"/task/*/children 2>/dev/null) "$child" 2>/dev/null || :
+        for child in "${children[@]}"; do
+            # shellcheck disable=SC2046  # one word per process id
+            kill -KILL $(cat /proc/"$child"/task/*/children 2>/dev/null) "$child" 2>/dev/null || :
+        done
     fi
 }
 
-# Print arguments as one line that any POSIX shell reads back as the same arguments.
+# Print the arguments, quoted, as one line from which any POSIX shell reads the same arguments.
 quote() {
     local word line=''
     for word in "$@"; do line+="'${word//\'/\'\\\'\'}' "; done

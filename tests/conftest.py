@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from runs import train_on
 
-from ddp_trainer import registry
+from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.distributed.environment import plugin_modules
 
 
@@ -19,7 +19,7 @@ def pytest_configure() -> None:
     """Load plug-ins, and undo what a shell does to `make test &`: all processes of the tests would
     ignore SIGINT.
     """
-    registry.load_plugins(plugin_modules())
+    load_plugins(plugin_modules())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -122,10 +122,27 @@ def trials(count: int) -> int:
     return max(2, count // int(os.environ.get("FEWER_TRIALS", "1")))
 
 
+LONG_FILES = (
+    "test_examples.py",
+    "test_whole_runs.py",
+    "test_hangs.py",
+    "test_torchvision_and_timm.py",
+    "test_local.py",
+    "test_plugins.py",
+    "test_resume.py",
+    "test_failure_monitor.py",
+    "test_node_check.py",
+    "test_image_folder.py",
+    "test_bad_input.py",
+)
+"""The files that take longest: they begin first, so that none is left alone at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything in tests/chaos and tests/cluster: `make test` leaves it to the target of that
-    name.
+    name. Move `LONG_FILES` to the front.
     """
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for folder in {"chaos", "cluster"} & set(item.path.parts):
             item.add_marker(folder)
@@ -144,7 +161,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             row[1] += times if report.passed else 0
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     if FAULTS:
         terminalreporter.section("faults")
         for name, (tried, survived) in [("fault", ("tried", "survived")), *FAULTS.items()]:

@@ -7,9 +7,11 @@ import faulthandler
 import multiprocessing
 import os
 import queue
+import resource
 import runpy
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +31,17 @@ from ddp_trainer.distributed.environment import limit_spinning
 limit_spinning()  # as the command line does: the tests that run at the same time share the cores
 
 from torch.distributed import TCPStore  # noqa: E402
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (  # noqa: E402
+    subprocess_handler,
+)
+from torch.distributed.launcher.api import LaunchConfig  # noqa: E402
+
+from ddp_trainer.launchers import local  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+OWN = "own_dataset,own_loss,own_metric,own_observer"
+"""The examples that register parts, as plug-ins."""
 
 
 class Finished(NamedTuple):
@@ -49,6 +63,17 @@ def clean_environment(**extra: str) -> dict[str, str]:
         "HYDRA_FULL_ERROR",
     ]
     return {key: value for key, value in os.environ.items() if key not in ours} | extra
+
+
+def with_path(*folders: Path) -> str:
+    """Return a PYTHONPATH that begins with `folders` and the project."""
+    already = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([*map(str, folders), str(ROOT), already])
+
+
+def plugins(names: str, folder: Path = EXAMPLES) -> dict[str, Any]:
+    """Return the environment variables with which a command loads modules of `folder`."""
+    return {"DDP_TRAINER_PLUGINS": names, "PYTHONPATH": with_path(folder)}
 
 
 def torchrun(ranks: int, *options: str) -> list[str]:
@@ -132,23 +157,71 @@ def launch(
     ranks: int | None = None,
     deadline: float = 120,
     cwd: Path | None = None,
-    module: str = "ddp_trainer",
-    **extra: str,
+    script: str | None = None,
+    **extra: Any,
 ) -> Finished:
-    """Run the command line with `overrides`: plain python for ranks=None, else torchrun with so
-    many ranks.
+    """Run the command line with `overrides`, or `script`: plain python for ranks=None, else
+    torchrun with so many ranks.
 
-    The process is forked from one that has imported torch, to save a second, unless `extra`
-    variables could change how Python starts.
+    All processes are forked from one that has imported torch, to save two seconds each, unless
+    `extra` variables could change how Python starts.
     """
-    if ranks is not None:
-        return _run_forked(
-            [*torchrun(ranks)[2:], "-m", module, *overrides], cwd or Path.cwd(), deadline, **extra
-        )
-    if module == "ddp_trainer" and not extra:
-        return _run_forked(["ddp_trainer", *overrides], cwd or Path.cwd(), deadline)
-    return run_command(
-        [sys.executable, "-m", module, *overrides], deadline=deadline, cwd=cwd, **extra
+    words = [*([script] if script else ["-m", "ddp_trainer"]), *overrides]
+    if ranks is None and extra and not _is_plugin_path(extra):
+        return run_command([sys.executable, *words], deadline=deadline, cwd=cwd, **extra)
+    return run_forked(words, ranks=ranks, deadline=deadline, cwd=cwd, **extra)
+
+
+def run_forked(
+    words: Sequence[str],
+    *,
+    ranks: int | None = None,
+    deadline: float = 120,
+    **options: Any,
+) -> Finished:
+    """Run python, or torchrun, with `words` in processes that are forked from one with torch."""
+    with tempfile.NamedTemporaryFile("r+") as output:
+        process = start_launch(words, ranks=ranks, output=output.name, **options)
+        process.join(deadline)
+        if process.exitcode is None:
+            end_with_descendants(process)
+            pytest.fail(f"still running after {deadline} s: {' '.join(words)}\n{output.read()}")
+        return Finished(process.exitcode, output.read())
+
+
+def start_launch(
+    words: Sequence[str],
+    *,
+    ranks: int | None,
+    output: str = os.devnull,
+    cwd: Path | None = None,
+    options: Sequence[str] = (),
+    file_kib: int | None = None,
+    **extra: str,
+) -> Any:
+    """Start what `run_forked` runs, which writes stdout and stderr to the file `output`; return
+    its process.
+
+    options: of torchrun. file_kib: as ``ulimit -f`` limits the size of each file.
+    """
+    launcher = [] if ranks is None else torchrun(ranks, *options)[1:]
+    variables = clean_environment(PYTHONFAULTHANDLER="1", **extra)
+    process = forkserver().Process(
+        target=_command_line,
+        args=([*launcher, *words], cwd or Path.cwd(), variables, output, file_kib),
+    )
+    process.start()
+    return process
+
+
+def _is_plugin_path(variables: dict[str, str]) -> bool:
+    """Return whether `variables` only add plug-ins, and hide neither torch nor this package."""
+    path = variables.get("PYTHONPATH", "")
+    folders = [Path(folder) for folder in path.split(os.pathsep) if folder]
+    return {*variables} <= {"DDP_TRAINER_PLUGINS", "PYTHONPATH"} and not any(
+        (folder / name).is_dir() and folder != ROOT
+        for folder in folders
+        for name in ("torch", "ddp_trainer")
     )
 
 
@@ -199,7 +272,7 @@ def forkserver() -> Any:
         "torch.utils.tensorboard",
         "torchvision.models",
     ]
-    context.set_forkserver_preload([*modules, "runs", "gc_freeze"])  # not timm, which imports wandb
+    context.set_forkserver_preload([*modules, "runs", "before_forks"])
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 passes no sys.path
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -207,19 +280,39 @@ def forkserver() -> Any:
     return context
 
 
-def _command_line(words: Sequence[str], cwd: Path, variables: dict[str, str], output: str) -> None:
-    """Become ``python -m`` with `words`, which writes stdout and stderr to the file `output`."""
-    os.setsid()
+def _command_line(
+    words: Sequence[str],
+    cwd: Path,
+    variables: dict[str, str],
+    output: str,
+    file_kib: int | None,
+) -> None:
+    """Become ``python`` with `words`, which writes stdout and stderr to the file `output`."""
     for number in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
+    if file_kib is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_kib * 1024, file_kib * 1024))
+    subprocess_handler.Popen = ForkedRank  # type: ignore[misc]  # of torchrun
+    local.LaunchConfig = partial(LaunchConfig, start_method="fork")  # type: ignore[misc]
+    _become(words, variables)
+
+
+def _become(words: Sequence[str], variables: dict[str, str]) -> None:
+    """Become ``python`` with `words`, -m with a module or a script, in a session of its own."""
+    os.setsid()
     os.environ.clear()
     os.environ |= variables
-    os.chdir(cwd)
-    sys.path.insert(0, str(cwd))
-    sys.argv = list(words)
+    is_module = words[0] == "-m"
+    folder = os.getcwd() if is_module else str(Path(words[0]).parent)
+    sys.path[:0] = [folder, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = list(words[1:] if is_module else words)
     faulthandler.enable()
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except Exception:
         traceback.print_exc()
         sys.exit(1)
@@ -227,16 +320,41 @@ def _command_line(words: Sequence[str], cwd: Path, variables: dict[str, str], ou
         atexit._run_exitfuncs()  # which multiprocessing does not call
 
 
-def _run_forked(words: Sequence[str], cwd: Path, deadline: float, **extra: str) -> Finished:
-    with tempfile.NamedTemporaryFile("r+") as output:
-        arguments = (words, cwd, clean_environment(PYTHONFAULTHANDLER="1", **extra), output.name)
-        process = forkserver().Process(target=_command_line, args=arguments)
-        process.start()
-        process.join(deadline)
-        if process.exitcode is None:
-            end_with_descendants(process)
-            pytest.fail(f"still running after {deadline} s: {' '.join(words)}\n{output.read()}")
-        return Finished(process.exitcode, output.read())
+class ForkedRank:
+    """A rank that torchrun forks in place of ``Popen([python, "-u", …])``, because torchrun has
+    imported torch.
+    """
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **_: Any) -> None:
+        self.args = args
+        assert args[1] == "-u"
+        self.process = multiprocessing.get_context("fork").Process(
+            target=_forked_rank, args=(args[2:], env)
+        )
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.process.exitcode
+
+
+def _forked_rank(words: Sequence[str], variables: dict[str, str]) -> None:
+    """Do what exec would: forget torchrun's signal handlers, and close the sockets of its store."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the number of the listed directory is closed
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.close(number)
+    _become(words, variables)
 
 
 def _start(

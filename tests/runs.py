@@ -4,7 +4,8 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ TINY = (
     "precision=fp32",
     "global_batch_size=12",
     "epochs=2",
+    "logger=[jsonl]",  # TensorBoard would take as long as the training
 )
 """Overrides for a run of 16 steps that takes a fraction of a second once torch is imported."""
+TENSORBOARD = "logger=[tensorboard,jsonl]"
+"""The default, which `TINY` changes."""
 BATCHNORM = ("model=timm", "model.arch=test_resnet")
 """Overrides for a small model with BatchNorm: 373,370 parameters for images with one channel."""
 
@@ -48,24 +52,32 @@ ON_CPU = Config(device=Device.cpu, num_threads=1)
 """The config of a process group for tests that train nothing with the whole trainer."""
 
 
+Choices = tuple[registry.Choice, ...]
+"""All choices of all groups, which plug-ins of a test may change."""
+
+
 @lru_cache(maxsize=1)
-def _register(_choices: tuple[registry.Choice, ...]) -> None:
+def _register(_choices: Choices) -> None:
     """Register the schemas with Hydra, again only if the choices have changed since the
     last call.
     """
     register_configs()
 
 
-def compose(*overrides: str) -> Config:
-    """Return the config that the command line would make of `overrides`. It takes 0.2 s, so give
-    configs to ranks.
-    """
+@cache
+def _compose(overrides: tuple[str, ...], choices: Choices) -> Config:
     check_overrides(overrides)
-    _register(
-        tuple(choice for group in registry.GROUPS for choice in registry.choices(group).values())
-    )
+    _register(choices)
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         return to_config(hydra.compose("config", list(overrides)))
+
+
+def compose(*overrides: str) -> Config:
+    """Return the config that the command line would make of `overrides`. It takes 0.2 s for the
+    first time, so give configs to ranks.
+    """
+    choices = [choice for group in registry.GROUPS for choice in registry.choices(group).values()]
+    return deepcopy(_compose(overrides, tuple(choices)))
 
 
 @contextmanager

@@ -4,9 +4,9 @@ starts at once.
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -17,9 +17,9 @@ from processes import clean_environment
 import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
-LEAVES = {"version", "timing", "runtime", "progress", "registry", "config", "files"}
+LEAVES = {"version", "timing", "runtime", "progress", "registry", "config", "files", "output"}
 RANKS = LEAVES | {"distributed"}
-PARTS = {"data", "models", "sync", "checkpoint"}
+PARTS = {"data", "models", "optim", "sync", "checkpoint"}
 CORE = RANKS | PARTS | {"training"}
 MAY_IMPORT = {
     "version": set[str](),
@@ -29,13 +29,17 @@ MAY_IMPORT = {
     "registry": set[str](),
     "config": {"registry"},
     "files": {"config"},
+    "output": {"config", "files"},
     "distributed": LEAVES,
     **dict.fromkeys(sorted(PARTS), RANKS),
     "training": RANKS | PARTS,
     "scores": CORE,
     "observers": CORE | {"scores"},
-    "start": CORE,
-    "training_run": CORE | {"observers", "start"},
+    "cuda_graphs": CORE,
+    "sharded_step": CORE,
+    "start": CORE | {"cuda_graphs", "sharded_step"},
+    "recovery": CORE | {"observers"},
+    "training_run": CORE | {"observers", "recovery", "sharded_step", "start"},
     "launchers": CORE | {"observers", "start", "training_run"},
     "tools": CORE | {"scores", "observers", "start", "training_run", "launchers"},
     "commands": CORE | {"scores", "observers", "start", "training_run", "launchers", "tools"},
@@ -51,7 +55,7 @@ MEDIAN_TOKENS = 65
 MANY_TOKENS = 170
 """The largest median, and 90th percentile, of the tokens of a function."""
 MAX_REACHED_MODULES = 40
-MAX_REACHED_LINES = 5000
+MAX_REACHED_LINES = 5_000
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -251,7 +255,7 @@ def test_constructors_have_few_arguments_and_few_functions_take_the_whole_config
 
 def test_help_imports_no_torch_and_takes_less_than_a_second(without_torch: dict[str, str]) -> None:
     def seconds() -> float:
-        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "ddp_trainer", "--help"]
         subprocess.run(
             command,
@@ -260,7 +264,8 @@ def test_help_imports_no_torch_and_takes_less_than_a_second(without_torch: dict[
             check=True,
             capture_output=True,
         )
-        return time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 1
 

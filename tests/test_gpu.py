@@ -10,10 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from processes import on_ranks
-from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records
+from runs import (
+    TINY,
+    assert_bitwise,
+    compose,
+    kill_in_training,
+    newest_checkpoint,
+    read_summary,
+    records,
+    trained_state,
+)
 
 from ddp_trainer.training.step import TrainStep
-from ddp_trainer.training_run import run
+from ddp_trainer.training_run import DeviceMemoryError, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,6 +54,40 @@ def test_stopped_and_resumed_is_bitwise_the_same(model: str, train_in: Callable[
     assert_bitwise([one["model"], one["optimizer"]], [other["model"], other["optimizer"]])
 
 
+@pytest.mark.fault("SIGKILL of a training on a GPU")
+def test_killed_and_resumed_is_bitwise_the_same(
+    tmp_path: Path, train_in: Callable[..., Path]
+) -> None:
+    common = (
+        *GPU,
+        *FP32,
+        "epochs=40",
+        "checkpoint.every_steps=3",
+        "data.augment.random_hflip=true",
+    )
+    whole = train_in("whole", *common)
+    config = compose(*common, f"output_dir={tmp_path}", "name=killed")
+    for after in (0.1, 0.4):
+        kill_in_training(1, config, tmp_path / "killed", after=after)
+    killed = train_in("killed", *common)
+    assert_bitwise(trained_state(killed), trained_state(whole))
+
+
+def _message_of_a_full_memory(overrides: tuple[str, ...]) -> str:
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    with pytest.raises(DeviceMemoryError) as error:
+        run(compose(*overrides))
+    return str(error.value)
+
+
+def test_a_full_memory_says_what_to_lower(tmp_path: Path) -> None:
+    size = ("data.height=224", "data.width=224", "global_batch_size=64", "model=resnet18")
+    overrides = (*GPU, *size, f"output_dir={tmp_path}", "name=run")
+    [message] = on_ranks(1, _message_of_a_full_memory, overrides, deadline=100)
+    assert "in a pass over 64 images: set gradient_accumulation_steps=2" in message
+    assert message.endswith("or global_batch_size=32")
+
+
 @pytest.mark.parametrize("model", ["lenet", "resnet18"])
 def test_the_losses_are_those_of_a_cpu(model: str, train_in: Callable[..., Path]) -> None:
     common = (
@@ -52,7 +95,7 @@ def test_the_losses_are_those_of_a_cpu(model: str, train_in: Callable[..., Path]
         f"model={model}",
         *FP32,
         "log_every_steps=1",
-        "max_steps=8",
+        "max_steps=5",
         "optimizer.lr=0.01",
     )
     cpu, gpu = (train_in(device, *common, f"device={device}") for device in ("cpu", "cuda"))
@@ -70,6 +113,43 @@ def test_digits_are_learned(extra: tuple[str, ...], train_in: Callable[..., Path
     assert found["eval/top1"] > 0.95
     assert 0 < found["mfu"] < 1
     assert records(run_dir, "memory/peak_mb")[-1]["memory/peak_mb"] > 0
+
+
+CAPTURED = {
+    "sgd": ("data.augment.random_hflip=true", "max_grad_norm=1", "ema.decay=0.9"),
+    "adamw": (
+        "optimizer=adamw",
+        "data.augment.random_erasing=0.5",
+        "gradient_accumulation_steps=2",
+    ),
+    "mixup": ("data.augment.mixup=0.2", "on_nonfinite=skip", "sync=none"),
+    "fp16": ("precision=fp16", "model=resnet18"),
+    "bf16": ("precision=bf16", "model=resnet18", "data.augment.rand_augment=2"),
+    "dropout": (
+        "model=torchvision",
+        "model.arch=mobilenet_v3_small",
+        "data.height=64",
+        "data.width=64",
+    ),
+    "compile": ("compile=true", "model=resnet18"),
+}
+"""Overrides of trainings whose steps a CUDA graph replays."""
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_cuda_graph_changes_no_bit(name: str, train_in: Callable[..., Path]) -> None:
+    common = (*GPU, *FP32, "data.augment.random_crop_padding=2", *CAPTURED[name])
+    with_graph, without = (
+        train_in(f"graphs_{key}", *common, f"cuda_graphs={key}", deadline=200)
+        for key in ("true", "false")
+    )
+    one = newest_checkpoint(with_graph)
+    other = newest_checkpoint(without)
+    assert one["progress"]["digest"].equal(other["progress"]["digest"])
+    assert losses(with_graph) == losses(without)
+    parts = ("model", "ema", "scaler")
+    assert_bitwise([one[part] for part in parts], [other[part] for part in parts])
+    assert_bitwise(one["optimizer"]["state"], other["optimizer"]["state"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pkgutil
 import re
 import shlex
 import shutil
@@ -14,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from processes import launch, on_ranks, run_command, start_ranks, succeed, wait_for
+from processes import (
+    launch,
+    on_ranks,
+    run_command,
+    run_forked,
+    start_ranks,
+    succeed,
+    wait_for,
+)
 from runs import (
     assert_bitwise,
     compose,
@@ -27,6 +34,7 @@ from runs import (
 from torch import nn
 from torch.utils.data import Dataset
 
+import ddp_trainer
 from ddp_trainer import (
     Config,
     ConfigError,
@@ -50,6 +58,7 @@ from ddp_trainer import (
 from ddp_trainer.config.composition import from_builtins, to_builtins, training_changes
 from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.config.messages import format_config_error
+from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import shutdown
@@ -89,8 +98,27 @@ STEPS_PER_EPOCH = 300 // 20
 def train_example(*overrides: str) -> None:
     """Train as one rank of a process that has loaded the example."""
     sys.path.insert(0, str(PACKAGE))
-    registry.load_plugins(["example_plugin"])
+    load_plugins(["example_plugin"])
     run(compose(*EXAMPLE, *overrides))
+
+
+REQUIRED = """
+from dataclasses import dataclass
+
+from ddp_trainer import ModelConfig, register_model
+
+
+@dataclass(kw_only=True)
+class WideConfig(ModelConfig):
+    name: str = "wide"
+    width: int
+    \"\"\"Number of units.\"\"\"
+
+
+@register_model("wide", WideConfig)
+def build_wide(config, *, image_shape, num_classes):
+    raise NotImplementedError
+"""
 
 
 def test_a_killed_run_of_plugins_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
@@ -138,9 +166,7 @@ def test_an_installed_plugin_is_found_and_its_version_recorded(tmp_path: Path) -
     ]
     done = run_command(pip)
     assert done.code == 0, done.output
-    [command] = re.findall(
-        r"-m ddp_trainer (.+data=shapes.+)", GUIDE.read_text().replace("\\\n", " ")
-    )
+    [command] = re.findall(r"local\.sh (.+data=shapes.+)", GUIDE.read_text().replace("\\\n", " "))
     words = (*shlex.split(command), "max_steps=2", f"output_dir={tmp_path}", "name=run")
     # named twice: once
     succeed(*words, PYTHONPATH=str(tmp_path / "site"), DDP_TRAINER_PLUGINS="example_plugin")
@@ -163,7 +189,10 @@ def test_a_job_file_and_a_sweep_have_the_choices_of_plugins(tmp_path: Path) -> N
     assert "ok" in succeed("verify", str(run_dir), **PLUGIN).output
     unknown = launch("train", f"job_file={job}")
     assert (unknown.code, unknown.output.count("\n")) == (USER_ERROR, 1)
-    assert unknown.output.endswith("=convmixer is unknown here: install its plug-in\n")
+    assert unknown.output.endswith(
+        "=convmixer is unknown here: install its plug-in, or import the .py file that"
+        " registers it\n"
+    )
 
 
 # --- what a user sees -----------------------------------------------------------------------------
@@ -173,6 +202,15 @@ def test_a_job_file_and_a_sweep_have_the_choices_of_plugins(tmp_path: Path) -> N
 def before_torch(without_torch: dict[str, str]) -> dict[str, Any]:
     """Return the environment of the example plug-in, in which importing torch fails."""
     return PLUGIN | {"PYTHONPATH": f"{without_torch['PYTHONPATH']}{os.pathsep}{PACKAGE}"}
+
+
+def test_a_key_without_a_default_is_in_the_help_and_must_be_given(tmp_path: Path) -> None:
+    (tmp_path / "required.py").write_text(REQUIRED)
+    variables: dict[str, Any] = {"DDP_TRAINER_PLUGINS": "required", "PYTHONPATH": str(tmp_path)}
+    text = succeed("train", "--help", **variables).output
+    assert re.search(r"^  model\.width=\?\?\? +Number of units\.$", text, re.MULTILINE)
+    done = launch("model=wide", **variables)
+    assert (done.code, done.output) == (2, "error: model.width is missing: give it a value\n")
 
 
 def test_help_lists_the_keys_of_plugins(before_torch: dict[str, Any]) -> None:
@@ -190,7 +228,8 @@ DATA_SETS = ", ".join(sorted({*registry.choices("data"), "shapes"}))
     [
         "data.size=4 must be at least 8 pixels",
         "data.sise=9 is unknown: did you mean data.size?",
-        f"data=shape is not a valid choice: choose from {DATA_SETS} (did you mean shapes?)",
+        f"data=shape is not a valid choice: did you mean shapes? choose from {DATA_SETS}; for a"
+        " folder of images, data=imagefolder data.root=FOLDER",
     ],
 )
 def test_the_choices_and_keys_of_plugins_are_checked(
@@ -299,7 +338,7 @@ SEVERAL = [name for name, group in registry.GROUPS.items() if group.several]
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize("group", SEVERAL)
 def test_a_group_with_several_choices_has_the_keys_of_each(group: str) -> None:
-    base = pkgutil.resolve_name(registry.GROUPS[group].base)
+    base = getattr(ddp_trainer, f"{group.title()}Config")
     for name in ("first", "second"):
         schema = make_dataclass(name, [("name", str, name), ("size", int, 1)], bases=(base,))
         registry.register(group, name, schema, builder="mine:build")
@@ -322,7 +361,7 @@ def versions_differ(folder: str, plugin: str) -> str:
     (Path(folder) / str(rank) / plugin / "__init__.py").touch()
     (Path(folder) / str(rank) / plugin / "model.py").write_text(f"# of rank {rank}\n")
     sys.path.insert(0, f"{folder}/{rank}")
-    registry.load_plugins([plugin])
+    load_plugins([plugin])
     try:
         run(compose(f"output_dir={folder}", "name=run", "max_steps=1"))
     except ConfigError as error:
@@ -382,12 +421,34 @@ FLOATS = [(image / 255, 0) for image in IMAGES]
                 " torch.float32 [1, 8"
             ),
         ),
+        (
+            [(IMAGES[0], 1.5)],
+            GOOD,
+            "sample 0 of list cannot be read: TypeError: 'float' object cannot be interpreted",
+        ),
     ],
 )
 def test_splits_that_do_not_fit_are_one_error(train: Any, evaluation: Any, message: str) -> None:
     datasets = Datasets(train=train, eval=evaluation, class_names=["a", "b", "c"])
     register_dataset("mine", MineConfig, builder=lambda config: datasets)
     with pytest.raises(ConfigError, match=f"^{re.escape(f'data=mine: {message}')}"):
+        build_datasets(MineConfig())
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("names", [None, [0, 1, 2]])
+def test_class_names_that_are_no_texts_are_one_error(names: Any) -> None:
+    datasets = Datasets(train=GOOD, eval=GOOD, class_names=names)
+    register_dataset("mine", MineConfig, builder=lambda config: datasets)
+    with pytest.raises(ConfigError, match=r"^data=mine: class_names must be a sequence of texts"):
+        build_datasets(MineConfig())
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_two_classes_of_one_name_are_one_error() -> None:
+    datasets = Datasets(train=GOOD, eval=GOOD, class_names=["a", "b", "a"])
+    register_dataset("mine", MineConfig, builder=lambda config: datasets)
+    with pytest.raises(ConfigError, match=r"^data=mine: class_names has two of the same name"):
         build_datasets(MineConfig())
 
 
@@ -506,7 +567,7 @@ def test_a_model_is_added_to_the_package_in_two_files(tmp_path: Path) -> None:
     with (tmp_path / "ddp_trainer" / "config" / "models.py").open("a") as file:
         file.write("""
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ConvMixerConfig(ModelConfig):
     name: str = "convmixer"
     width: int = 16
@@ -526,14 +587,13 @@ register_model("convmixer", ConvMixerConfig, builder="ddp_trainer.models.convmix
 def test_existing_tests_hold_with_the_choices_of_plugins() -> None:
     """Run the tests that see all choices of a group in a process that has loaded the example."""
     files = ["config/test_config.py", "test_bad_input.py", "commands/test_train.py"]
-    pytest_command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *files]
     selected = (
         "same_defaults or every_key or every_rule or choices_of_each_group or completion_offers or"
         " null"
     )
-    done = run_command(
-        [*pytest_command, "-k", selected], cwd=ROOT / "tests", deadline=240, **PLUGIN
-    )
+    options = ["-v", "--assert=plain", "-p", "no:cacheprovider"]  # assertions are not rewritten
+    words = ["-m", "pytest", *options, *files, "-k", selected]
+    done = run_forked(words, cwd=ROOT / "tests", deadline=240, **PLUGIN)
     assert done.code == 0, done.output
     for group, name in CHOICES.items():
         # the parametrized lists come from the registry

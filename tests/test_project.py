@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from processes import run_command, torchrun
+from processes import run_command, run_forked, torchrun
 from runs import compose, read_summary
 
 import ddp_trainer
 from ddp_trainer import registry
+from ddp_trainer.config.messages import quote_texts
 from ddp_trainer.launchers.sweeps import register_launchers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +113,9 @@ def commands() -> list[str]:
         for line in fenced_lines(paper):
             is_command = re.search(r"-m ddp_trainer(?= |$)|^ddp-trainer |launch/local\.sh ", line)
             # has options of its own
-            is_of_a_run = re.search(r"ddp_trainer (evaluate|predict|export|report) ", line)
+            is_of_a_run = re.search(
+                r"(ddp_trainer|local\.sh) (evaluate|predict|export|report|inspect) ", line
+            )
             is_own = own & set(re.findall(r"=(\w+)", line))  # see test_plugins.py, test_examples.py
             if is_command and not is_of_a_run and not is_own:
                 found.append(line)
@@ -124,7 +127,7 @@ def overrides_in(command: str) -> list[str]:
     starts = ("ddp_trainer", "ddp-trainer", "launch/local.sh")
     words = words[next(words.index(word) for word in starts if word in words) + 1 :]
     sweepers = ("-", "hydra/sweeper", "hydra.sweeper")  # Optuna's comes with an extra
-    return [word for word in words if "=" in word and not word.startswith(sweepers)]
+    return quote_texts([word for word in words if "=" in word and not word.startswith(sweepers)])
 
 
 def jobs_of(overrides: list[str]) -> list[tuple[str, ...]]:
@@ -264,11 +267,11 @@ def test_in_ci_a_skipped_test_fails_the_run_unless_it_needs_a_gpu(tmp_path: Path
         "def test_moon():\n    pytest.skip('the moon is full')\n"
         "@pytest.mark.gpu\ndef test_gpu():\n    pytest.skip('needs a GPU')\n"
     )
-    command = [
-        sys.executable,
+    words = [
         "-m",
         "pytest",
         "-q",
+        "--assert=plain",  # or modules that are already imported are a warning
         "-c",
         str(ROOT / "pyproject.toml"),
         "-p",
@@ -277,7 +280,7 @@ def test_in_ci_a_skipped_test_fails_the_run_unless_it_needs_a_gpu(tmp_path: Path
         "no:cacheprovider",
         str(tmp_path),
     ]
-    done = run_command(command, cwd=tmp_path, CI="true", PYTHONPATH=str(ROOT / "tests"))
+    done = run_forked(words, cwd=tmp_path, CI="true", PYTHONPATH=str(ROOT / "tests"))
     assert done.code == 1, done.output
     assert re.findall("^CI must not skip .*::(.*)", done.output, re.MULTILINE) == [
         "test_moon: Skipped: the moon is full"

@@ -21,10 +21,17 @@ from runs import (
     trained_state,
 )
 
+from ddp_trainer.checkpoint.file import read_state
 from ddp_trainer.config.schema import Config
 from ddp_trainer.training_run import run
 
-MIDDLE = (*TINY, "checkpoint.every_steps=3", "data.augment.random_crop_padding=2")
+MIDDLE = (
+    *TINY,
+    "logger=[jsonl]",
+    "data.num_eval=5",
+    "checkpoint.every_steps=3",
+    "data.augment.random_crop_padding=2",
+)
 VARIANTS = {
     "momentum": (),
     "adamw": ("optimizer=adamw",),
@@ -134,6 +141,35 @@ def test_more_epochs_continue_on_the_longer_schedule(tmp_path: Path) -> None:
     )
     later = range(17, 33)
     assert [parts[step] for step in later] == [whole[step] for step in later]
+    log = (tmp_path / "parts/train.log").read_text()
+    assert "INFO changed since the checkpoint: epochs: 2 → 4\n" in log
+    assert (
+        f"WARNING the schedule is now for 4 epochs, not 2: the learning rate of the last step was"
+        f" {parts[16]:.3g}, and that of the next step is {parts[17]:.3g}\n"
+    ) in log
+
+
+def test_a_warm_up_longer_than_the_training_takes_half_of_it(tmp_path: Path) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "log_every_steps=1", "scheduler.warmup_epochs=5")
+    train_all(
+        1,
+        [
+            (*words, "name=short"),
+            (*words, "name=fitting", "scheduler.warmup_epochs=1"),
+            (*words, "name=short", "epochs=6"),
+        ],
+    )
+    short, fitting = (
+        {r["step"]: r["optim/lr"] for r in records(tmp_path / name, "optim/lr")}
+        for name in ("short", "fitting")
+    )
+    assert fitting == {step: short[step] for step in range(1, 17)}
+    peak = max(short.values())
+    assert [short[step] for step in (17, 40)] == pytest.approx([peak * 17 / 40, peak])
+    assert (
+        "WARNING scheduler.warmup_epochs=5 is more than epochs=2: the warm-up takes half of the"
+        " training"
+    ) in (tmp_path / "short/train.log").read_text()
 
 
 def test_saves_come_by_the_clock_too(train_in: Callable[..., Path]) -> None:
@@ -163,3 +199,29 @@ def test_a_best_checkpoint_that_cannot_be_kept_ends_no_run(
     assert "best.pt was not written (" in (run_dir / "train.log").read_text()
     assert not list((run_dir / "checkpoints").glob(".*"))
     assert newest_checkpoint(run_dir)["step"] == read_summary(run_dir)["steps"]
+    assert newest_checkpoint(run_dir)["best_top1"] is None
+
+    (run_dir / "checkpoints/best.pt/in the way").rmdir()
+    (run_dir / "checkpoints/best.pt").rmdir()
+    train_in("run", *TINY, "epochs=3")  # no better than before, but the best that can be saved
+    best = torch.load(run_dir / "checkpoints/best.pt", weights_only=True)
+    assert best["step"] == 24
+    assert best["best_top1"] == read_summary(run_dir)["best_top1"]
+
+
+def test_a_model_that_is_always_wrong_is_the_best_so_far(train_in: Callable[..., Path]) -> None:
+    scores = []
+    for seed in range(3):
+        run_dir = train_in(f"run-{seed}", *TINY, "epochs=1", "data.num_eval=1", f"seed={seed}")
+        scores.append(read_summary(run_dir)["eval/top1"])
+        assert (run_dir / "checkpoints/best.pt").exists()
+    assert 0 in scores
+
+
+def test_a_program_that_changes_the_best_checkpoint_changes_no_other(
+    train_in: Callable[..., Path],
+) -> None:
+    run_dir = train_in("run", *TINY, "epochs=1")
+    with (run_dir / "checkpoints/best.pt").open("r+b") as file:
+        file.write(b"changed")
+    assert read_state(run_dir / "checkpoints/step-00000008.pt")["step"] == 8

@@ -15,12 +15,10 @@ from job import MEAN, STD, Clock, Job, build_model, parse_job, place
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_trainer.config.data import AugmentConfig
-from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.config.images import AugmentConfig
+from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.datasets.idx import read_split
-from ddp_trainer.data.loaders import Batch, TrainLoader
-from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.data.readers import ResidentReader
+from ddp_trainer.data.loaders import Batch, ResidentReader, TrainLoader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 
 
@@ -42,12 +40,19 @@ def train(job: Job) -> None:
     images = read_split(job.data, "train")
     loader = TrainLoader(
         ResidentReader(images, device=device),
-        sampler=GlobalBatchSampler(images, global_batch_size=job.batch_size * world_size),
+        sampler=GlobalBatchSampler(
+            len(images),
+            global_batch_size=job.batch_size * world_size,
+            rank=rank,
+            world_size=world_size,
+            seed=0,
+        ),
         augmentation=Augmentation(
             AugmentConfig(random_crop_padding=2, random_hflip=True), height=28, width=28, seed=0
         ),
         normalize=Normalize([MEAN], [STD], device=device, memory_format=layout),
         device=device,
+        num_classes=10,
     )
     model = build_model(job.model).to(device).to(memory_format=layout)
     device_ids = [device.index] if device.type == "cuda" else None

@@ -1,14 +1,14 @@
-"""A checkpoint file: the output of ``torch.save`` (read it with ``torch.load(path,
-weights_only=True)``), then `MAGIC` and the SHA-256 of that output, which reveals truncation and any
-flipped bit.
+"""Writes, reads and broadcasts checkpoints.
+
+A file has the output of ``torch.save``, then `MAGIC`, then the SHA-256 of that output. The checksum
+shows whether the file was truncated or altered. ``torch.load(path, weights_only=True)`` can also
+read the file, but does not compare the checksum.
 """
 
 import hashlib
 import io
-import logging
 import os
-import pickle
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ddp_trainer.checkpoint.contents import check_archive, check_tensors, check_types
+from ddp_trainer.config.errors import one_line
 from ddp_trainer.distributed.world import World
 from ddp_trainer.files import replace_file
-
-logger = logging.getLogger(__name__)
 
 MAGIC = b"ddp_trainer/1 sha256 "
 TRAILER_BYTES = len(MAGIC) + 32
@@ -29,56 +29,44 @@ State = dict[str, Any]
 
 
 class DamagedCheckpointError(Exception):
-    """The file is not a complete, unchanged checkpoint; the message gives the reason."""
+    """A checkpoint file cannot be used; the message is the reason, to be written after the path."""
 
 
-def write_file(path: Path, state: State, *, also: Path | None = None) -> None:
-    """Write `state` to `path` and `also`. After a crash, each has its old content or its new.
+def write_file(path: Path, state: State) -> None:
+    """Write `state` to `path`. After a crash, the file has either the old or the new content.
 
-    `also` is replaced before `path`. If this process ends between the two, the next launch resumes
-    from an older checkpoint, trains the same steps again, and writes both files again. OSError if
-    the disk is full, read-only or over its quota; `path` is then unchanged.
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
     """
     try:
         with replace_file(path) as file:
             torch.save(state, file)
             file.seek(0)
             file.write(MAGIC + hashlib.file_digest(file, "sha256").digest())
-            file.flush()
-            os.fsync(file.fileno())
-            if also is not None:
-                try_link(Path(file.name), also)
         directory = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(directory)  # a rename is durable only after this
+            os.fsync(directory)  # because a rename survives a power failure only after this
         finally:
             os.close(directory)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-        raise OSError(f"{path} was not written: {error}") from error
-
-
-def try_link(source: Path, path: Path) -> None:
-    """Make `path` a hard link to `source`, or a copy if that fails; if both fail, log a warning."""
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(source, temporary)
-        except OSError:
-            shutil.copyfile(source, temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        logger.warning("%s was not written (%s); training continues", path, error)
+    except (OSError, RuntimeError) as error:
+        # torch.save raises RuntimeError for a failed write, with the file's OSError as its context.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = getattr(cause, "strerror", None) or cause
+        raise OSError(f"{path} was not written ({reason})") from error
 
 
 def read_state(path: Path) -> State:
-    """Return the state in the checkpoint file `path`, without holding it in memory twice.
+    """Return the state in the checkpoint file `path`, with tensors on the CPU.
 
-    Raises DamagedCheckpointError if the file cannot be read, its checksum is wrong, or an object,
-    which could run code, is neither a builtin nor a tensor.
+    The checksum is computed in chunks, so that the content is in memory only once.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read, its checksum is missing or wrong, `parse`
+            rejects its content, or a weight is infinite or NaN.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be read for ever
+            raise DamagedCheckpointError("is no regular file")
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TRAILER_BYTES))
@@ -97,44 +85,75 @@ def read_state(path: Path) -> State:
                 raise DamagedCheckpointError(
                     "does not match its checksum: the file was altered after it was written"
                 )
-            return parse(file)
+            state = parse(file)
+        check_tensors(state)
+        name = first_nonfinite(state.get("model"), state.get("ema"))
     except OSError as error:
         raise DamagedCheckpointError(f"cannot be read ({error})") from error
+    except (ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"has content of a wrong type ({one_line(error)})") from error
+    if name:
+        raise DamagedCheckpointError(f"has a weight that is infinite or NaN ({name})")
+    return state
+
+
+def first_nonfinite(*parts: Mapping[str, Any] | None) -> str | None:
+    """Return the name of the first tensor with an infinite or NaN value; None if all are finite.
+
+    parts: state dicts of models, or None; values that are not tensors are ignored.
+    """
+    for part in parts:
+        for name, value in (part or {}).items():
+            if not torch.is_tensor(value) or value.sum().isfinite():  # without a copy
+                continue
+            if not value.isfinite().all():  # else only the sum is too large
+                return name
+    return None
 
 
 def parse(file: BinaryIO) -> State:
-    """Return the state in `file`; DamagedCheckpointError if it is none, with step and epoch."""
-    file.seek(0)
+    """Return the state in `file`; DamagedCheckpointError unless it is a dict with step and epoch.
+
+    The types of all entries are checked too, because the file may be from somebody else. With
+    ``weights_only=True``, torch.load rejects objects that could run code when they are loaded.
+    """
     try:
+        check_archive(file)
+        file.seek(0)
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise DamagedCheckpointError(f"does not load ({str(error).splitlines()[0]})") from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # a file that nobody has checked may raise anything
+        raise DamagedCheckpointError(f"does not load ({one_line(error)})") from error
     if not isinstance(state, dict) or not all(
         isinstance(state.get(key), int) for key in ("step", "epoch")
     ):
         raise DamagedCheckpointError(
             "is not a checkpoint of ddp_trainer: the key step or epoch is missing"
         )
+    try:
+        check_types(state)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"has content of a wrong type ({error})") from error
     return state
 
 
-def broadcast_state(state: State, world: World) -> State:
-    """Return rank 0's `state` on every rank; that of the other ranks is ignored.
+def broadcast_state(state: State, world: World, *, source: int = 0) -> State:
+    """Return the `state` of rank `source` on every rank; that of other ranks is ignored.
 
-    Tensors are sent one by one, not as a second copy of the whole state, and arrive contiguous, on
-    the CPU. Collective: every rank must call this.
+    Tensors are sent one by one, because serializing the whole state would need a second copy of it.
+    The other ranks get contiguous tensors on the CPU. Collective: every rank must call this.
     """
-    if world.world_size == 1 or not world.broadcast_object(bool(state)):
-        return state if world.is_main else {}
-    outline = io.BytesIO()
-    if world.is_main:
+    is_source = world.rank == source
+    if world.world_size == 1 or not world.broadcast_object(bool(state), source=source):
+        return state if is_source else {}
+    outline = io.BytesIO()  # the state with meta tensors, which have a shape and no data
+    if is_source:
         torch.save(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), outline)
-    outline = io.BytesIO(world.broadcast_bytes(outline.getvalue()))
+    outline = io.BytesIO(world.broadcast_bytes(outline.getvalue(), source=source))
 
     def transfer(tensor: Tensor) -> Tensor:
-        tensor = (
-            tensor.contiguous() if world.is_main else torch.empty(tensor.shape, dtype=tensor.dtype)
-        )
-        return world.broadcast(tensor)
+        tensor = tensor.contiguous() if is_source else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return world.broadcast(tensor, source=source)
 
-    return tree_map_only(Tensor, transfer, state if world.is_main else parse(outline))
+    return tree_map_only(Tensor, transfer, state if is_source else parse(outline))

@@ -1,11 +1,13 @@
-"""The checkpoints of one run: written in the background, the newest good one restored."""
+"""Writes the checkpoints of a run in the background, and restores the newest good checkpoint."""
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +20,41 @@ from ddp_trainer.checkpoint.file import (
     read_state,
     write_file,
 )
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.world import World
+from ddp_trainer.files import remove_unfinished
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointable(Protocol):
-    """An object that can be saved and restored. Both methods are collective."""
+    """An object that can be saved and restored. Collective: every rank must call both methods."""
 
     def state_dict(self) -> State: ...
     def load_state_dict(self, state: State) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The value of `select_by` and the top-1 of the best checkpoint; None before the first one."""
+
+    value: float | None = None
+    top1: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.value, "best_top1": self.top1}
+
+
+def best_of(state: State) -> Best:
+    """Return the best scores in a checkpoint; older ones chose by top-1, and have only that."""
+    return Best(state.get("best_value", state.get("best_top1")), state.get("best_top1"))
+
+
 class CheckpointStore:
-    """The checkpoints of one run directory. Rank 0 reads files, and writes in the background."""
+    """The checkpoints of one run directory. Only rank 0 reads and writes files.
+
+    A checkpoint is *good* if `read_state` can read it, and *damaged* if not.
+    """
 
     def __init__(
         self,
@@ -41,37 +63,50 @@ class CheckpointStore:
         keep_last: int,
         keep_best: bool,
         world: World,
-        check_state: Callable[[State], None] = lambda state: None,
+        check_state: Callable[[State], None],
     ) -> None:
-        """check_state: raises ConfigError if a state belongs to another run than this one."""
+        """folder: the folder of the checkpoints. keep_last: number of files step-*.pt to keep.
+
+        keep_best: whether best.pt is written. check_state: raises ConfigError if a state is that of
+        another run.
+        """
         self.folder = folder
+        self.place = os.path.realpath(folder)
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.world = world
         self.check_state = check_state
         self.last_good: Path | None = None
+        """The newest checkpoint that rank 0 wrote or restored; None before, and on other ranks."""
+        self.best = Best()
+        """The scores of the best checkpoint on disk; on rank 0 only."""
+        self.failure: str | None = None
+        """The reason why the last write of a checkpoint failed; None if it did not fail."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written, and end the thread that writes."""
+        """Wait until the last checkpoint is written, and end the writing thread."""
         self.wait()
         self._pool.shutdown()
 
     def paths(self) -> list[Path]:
-        """Return the files from which a run can resume (step-*.pt, not best.pt), newest first."""
+        """Return the paths of the files step-*.pt, from the highest step to the lowest."""
         steps = {path.stem[5:]: path for path in self.folder.glob("step-*.pt")}
         return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
 
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; return False if there is none.
 
-        ConfigError if all checkpoints are damaged, or if the newest good one has another state than
-        `target` needs. Rank 0 reads the file, and every rank gets the same state. Collective: every
-        rank must call this.
+        Every rank gets the state that rank 0 has read. Collective: every rank must call this.
+
+        Raises:
+            ConfigError: all checkpoints are damaged, `check_state` rejects the state of the newest
+                good one, or this state does not fit `target`.
         """
         state = self.world.raise_on_any_rank(self._read_newest if self.world.is_main else dict)
         if state := broadcast_state(state, self.world):
+            path = self.folder / f"step-{state['step']:08d}.pt"
             try:
                 self.check_state(state)
                 target.load_state_dict(state)
@@ -79,66 +114,117 @@ class CheckpointStore:
                 if isinstance(error, ConfigError | torch.OutOfMemoryError):
                     raise
                 text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-                path = self.folder / f"step-{state['step']:08d}.pt"
                 raise ConfigError(
                     f"{path} holds something else than the state of this run ({text}): remove it,"
                     " and the next launch uses the checkpoint before it"
                 ) from error
+            logger.info("resumed from %s (epoch %d, step %d)", path, state["epoch"], state["step"])
         return bool(state)
 
+    def adopt(self, state: State) -> None:
+        """Go on from `state`, which was not read from a file of this store."""
+        self.best = best_of(state)
+        self.last_good = next(iter(self.paths()), None) if self.world.is_main else None
+
     def _read_newest(self) -> State:
-        """Return the newest good state, {} without a file; rename newer, damaged files."""
+        """Return the state in the newest good checkpoint, or {} if there is no checkpoint.
+
+        Newer files, which are damaged, are renamed. Raises ConfigError if all files are damaged.
+        """
         paths = self.paths()
         for number, path in enumerate(paths):
             try:
                 state = read_state(path)
+                if state["step"] != int(path.stem[5:]):
+                    raise DamagedCheckpointError(f"has the state of step {state['step']}")
             except DamagedCheckpointError as error:
                 logger.warning("checkpoint %s %s: trying the checkpoint before it", path, error)
                 continue
-            logger.info("resumed from %s (epoch %d, step %d)", path, state["epoch"], state["step"])
-            for damaged in paths[:number]:  # else keep_last would count them, and delete good ones
+            # because `keep_last` would count the damaged files, and delete good ones instead
+            for damaged in paths[:number]:
                 with suppress(OSError):
                     damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
             self.last_good = path
+            self.best = best_of(state)
             return state
         if paths:
             raise ConfigError(
-                f"none of the {len(paths)} checkpoints in {self.folder} can be read: put a good"
+                f"none of the {len(paths)} checkpoints in {self.folder} is usable: put a good"
                 " checkpoint there, or set resume=never to start from step 0 (the old directory is"
                 " renamed)"
             )
         return {}
 
     def save(self, source: Checkpointable, *, is_best: bool = False) -> None:
-        """Copy the state of `source`, and write the copy to a file in the background.
+        """Copy the state of `source` to the CPU, and write the copy to a file in the background.
 
-        If `is_best` and `keep_best`, also write best.pt. Collective: every rank must
-        call this.
+        If `is_best` and `keep_best`, also write best.pt. Rank 0 first waits for the save before
+        this one. Collective: every rank must call this.
         """
         state = source.state_dict()
         if self.world.is_main:
             self.wait()
             copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-            self._pending = self._pool.submit(self._write, copy, is_best and self.keep_best)
+            self._pending = self._pool.submit(self._write, copy, is_best)
 
     def wait(self) -> None:
-        """Return once the last save is on disk, or has failed with a warning."""
+        """Wait until the last save is on disk, or has failed with a warning in the log."""
         if self._pending is not None:
             self._pending.result()
 
-    def _write(self, state: State, is_best: bool) -> None:
-        path = self.folder / f"step-{state['step']:08d}.pt"
-        best = self.folder / "best.pt"
+    def check_saved(self) -> None:
+        """Wait for the last save, and check that it is on disk. Only rank 0 calls this.
+
+        Raises:
+            TransientError: the last save failed.
+        """
+        self.wait()
+        if self.failure is not None:
+            raise TransientError(
+                f"{self.failure}, so the end of this training is not saved, and "
+                f"{self.last_good_line()}: make space, or make the folder writable, and start the "
+                "same command again"
+            )
+
+    def last_good_line(self) -> str:
+        """Return a clause for messages: which checkpoint is the last good one, if there is one."""
+        if self.last_good is None or not self.last_good.exists():
+            return "there is no good checkpoint"
+        return f"the last good checkpoint is {self.last_good}"
+
+    def shared_best(self) -> Best:
+        """Wait for the last save, and return rank 0's `best` on every rank. Collective."""
+        self.wait()
+        return best_of(self.world.broadcast_object(self.best.state_dict()))
+
+    def _write_best(self, state: State) -> None:
+        """Write best.pt if `keep_best`, and update `best`, which a failure leaves as it was."""
         try:
-            self.folder.mkdir(exist_ok=True)
-            for leftover in self.folder.glob(".*.writing"):  # of a launch that was killed
-                leftover.unlink()
-            write_file(path, state, also=best if is_best else None)
+            if self.keep_best:
+                write_file(self.folder / "best.pt", state)
+            self.best = best_of(state)
+        except OSError as error:
+            logger.warning("%s; training continues", error)
+
+    def _write(self, state: State, is_best: bool) -> None:
+        """Write the checkpoint, and delete the oldest ones; a failure is logged and recorded."""
+        path = self.folder / f"step-{state['step']:08d}.pt"
+        try:
+            if os.path.realpath(self.folder) != self.place:  # files of another run may be there
+                raise OSError(f"{self.folder} has become a link, and nothing is written there")
+            self.folder.mkdir(parents=True, exist_ok=True)  # the run directory may be deleted
+            remove_unfinished(self.folder)
+            # best.pt comes first: a launch that is killed before it writes `path` repeats these
+            # steps after a resume, and then writes best.pt again.
+            if is_best:
+                self._write_best(state)
+            state |= self.best.state_dict()
+            write_file(path, state)
             self.last_good = path
+            self.failure = None
             for old in self.paths()[self.keep_last :]:
                 if old != path:
                     old.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning(
-                "%s; training continues, the last good checkpoint is %s", error, self.last_good
-            )
+            self.failure = str(error)
+            logger.warning("%s; training continues, %s", error, self.last_good_line())

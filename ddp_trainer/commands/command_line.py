@@ -1,5 +1,6 @@
-"""Compose configs from the words of a command line, and turn errors into exit codes."""
+"""Compose configs from command-line arguments ("words"), and turn errors into exit codes."""
 
+import errno
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ddp_trainer import registry
 from ddp_trainer.commands.options import parse_options
 from ddp_trainer.config.composition import config_dir, job_dir, register_configs, to_config
 from ddp_trainer.config.errors import (
@@ -22,18 +24,21 @@ from ddp_trainer.config.errors import (
     ConfigError,
     JobError,
     TransientError,
-    require,
+    path_error,
 )
-from ddp_trainer.config.messages import check_overrides, format_config_error
+from ddp_trainer.config.messages import check_overrides, format_config_error, quote_texts
 from ddp_trainer.config.schema import Config
-from ddp_trainer.distributed.environment import Environment, read_environment
+from ddp_trainer.distributed.environment import Environment, exit_rank, read_environment
 from ddp_trainer.observers.failures.report import report_failure
 from ddp_trainer.registry import PluginError
 
 T = TypeVar("T")
 
 RANK_0_SECONDS = 5.0
-"""Seconds in which rank 0 prints an error first: torchrun ends all ranks when one has exited."""
+"""Seconds that the other nodes wait before they print an error, so that rank 0 prints it first.
+
+This is needed because torchrun ends all ranks when one rank has exited.
+"""
 
 
 def run_command(
@@ -52,23 +57,26 @@ def run_command(
 
 def for_each_job(function: Callable[[Config, Path], float | None], words: Sequence[str]) -> None:
     """Call ``function(config, run_dir)`` for the job of `words`, or for each job of a sweep."""
-    sys.argv[1:] = words
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting 1
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra prints errors and exits with 1
 
     @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
     def job(composed: DictConfig) -> float | None:
-        # inside the job, because Hydra prints exceptions that leave it
+        # inside of the job, because Hydra prints an exception that leaves the job
         with errors_as_exit_codes():
             config = to_config(composed)
             return function(config, job_dir(config.output_dir, config.name))
 
     try:
+        sys.argv[1:] = quote_texts(words)
         register_configs()
         check_arguments()
         job()
     except JobError:  # reported by the launcher that ran the job
         sys.exit(FAILURE)
-    except Exception as error:  # Hydra raises many kinds while it composes
+    except Exception as error:  # because Hydra raises many types while it composes a config
+        if isinstance(error, OSError) and error.errno is not None:
+            place = error.filename or "a file of the sweep"
+            error = path_error(error, f"{place} cannot be used ({error.strerror})")
         exit_with_user_error(error)
 
 
@@ -85,41 +93,49 @@ def errors_as_exit_codes() -> Iterator[None]:
         PluginError,
     ) as error:
         exit_with_user_error(error)
+    except OSError as error:
+        if error.filename is not None or error.errno != errno.ENOSPC:
+            report_failure(error, read_environment())
+            exit_rank(FAILURE)
+        reason = f"the output cannot be written ({error.strerror})"
+        exit_with_user_error(TransientError(reason))
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torchvision"):
+            reason = f"{error.name} is not installed: pip install torch torchvision"
+            exit_with_user_error(TransientError(reason))
         report_failure(error, read_environment())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # because interpreter shutdown aborts if DDP modules exist and other ranks have ended
-        os._exit(FAILURE)
+        exit_rank(FAILURE)
 
 
 def check_arguments() -> None:
-    """Raise ConfigError for a bad word in ``sys.argv``; argparse prints its usage on every rank."""
+    """Raise ConfigError for a bad argument; argparse alone would print its usage on every rank."""
+
+    for word in sys.argv[1:]:
+        name = word.lstrip("-").partition("=")[0]
+        if word.startswith("--") and (name in registry.GROUPS or name == "experiment"):
+            raise ConfigError(f"{word}: keys have no dashes, {name}=CHOICE")
 
     def reject(message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(
+            f"{message}: set keys without dashes, key=value, and put all flags before or after the"
+            " keys; --hydra-help lists the flags"
+        )
 
     parser = get_args_parser()
     parser.error = reject  # type: ignore[method-assign]
-    arguments, unknown = parser.parse_known_args()
-    for word in unknown:
-        hint = "set a key without dashes, key=value; --hydra-help lists the flags"
-        require(not word.startswith("-"), f"{word} is not a flag: {hint}")
-        reject(
-            f"{word} is separated from the other keys by a flag: put all flags before or after the"
-            " keys"
-        )
+    arguments = parser.parse_args()
     check_overrides(arguments.overrides, multirun=arguments.multirun)
 
 
 def exit_with_user_error(error: Exception) -> NoReturn:
-    """Print the error once per node and exit, rank 0 first."""
+    """Print the error once per node, rank 0 first; exit with 1 for TransientError, else with 2."""
     try:
         environment = read_environment()
-    except ConfigError:  # of the environment itself: every process prints it
+    except ConfigError:  # the environment is wrong: the rank is unknown, and each process prints
         environment = Environment()
     if environment.rank != 0:
         time.sleep(RANK_0_SECONDS * (1 if environment.local_rank == 0 else 2))
     if environment.local_rank == 0:
         print(f"error: {format_config_error(error, sys.argv[1:])}", file=sys.stderr, flush=True)
-    sys.exit(FAILURE if isinstance(error, TransientError) else USER_ERROR)
+    leave = exit_rank if environment.under_torchrun else sys.exit
+    leave(FAILURE if isinstance(error, TransientError) else USER_ERROR)

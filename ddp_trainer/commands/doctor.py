@@ -11,32 +11,30 @@ there.
 """
 
 import re
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes, run_command
 from ddp_trainer.commands.options import wants_help
-from ddp_trainer.config.errors import POSITIVE, USER_ERROR, require
+from ddp_trainer.config.errors import POSITIVE, config_class, require, setting
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import process_group
 from ddp_trainer.observers.failures.stacks import stacks_of
-from ddp_trainer.tools.doctor import Finding, examine, plural
+from ddp_trainer.tools.doctor import examine, plural
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class DoctorOptions:
     """The options of the command."""
 
-    size_mb: int = field(default=25, metadata=POSITIVE)
-    """Size of the measured all-reduce, in units of 2^20 bytes, such as DDP's buckets of 25."""
+    size_mib: int = setting(25, POSITIVE)
+    """Size of the measured all-reduce in MiB; 25 MiB is the size of a DDP bucket."""
 
 
 def main(words: Sequence[str]) -> None:
     """Examine the machines, or print the stacks of a run; exit with 2 if training cannot start."""
-    # sweep/lr=0.1 is a directory
+    # A word such as sweep/lr=0.1 is a directory, and not a key.
     if words and not wants_help(words) and not re.match("-|(hydra/)?[^/]+=", words[0]):
         with errors_as_exit_codes():
             require(
@@ -49,22 +47,17 @@ def main(words: Sequence[str]) -> None:
 
 
 def doctor(config: Config, run_dir: Path, options: DoctorOptions) -> None:
-    """Examine the hosts, and exit with 2 on all ranks if one finding is an error. Collective."""
+    """Examine the hosts; print the findings on rank 0. Collective: every rank must call this.
+
+    Raises:
+        ConfigError: on all ranks, if training cannot start.
+    """
     with process_group(read_environment(), **config.process_group) as world:
-        findings = examine(world, run_dir=run_dir, size_mb=options.size_mb)
-    can_train = not any(finding.is_error for finding in findings)
+        findings = examine(world, run_dir=run_dir, size_mib=options.size_mib)
     if world.is_main:
-        print_findings(findings)
-        if can_train:
-            print(f"ready: {plural(world.world_size, 'rank')} can train here")
-    if not can_train:
-        sys.exit(USER_ERROR)
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    """Print the table of findings, then the warnings, then the errors."""
-    for finding in findings:
-        print(f"{finding.mark}  {finding.name:21}  {finding.value}")
-    advised = [finding for finding in findings if finding.advice]
-    for finding in sorted(advised, key=lambda finding: finding.is_error):
-        print(f"{'error' if finding.is_error else 'warning'}: {finding.advice}")
+        for finding in findings:
+            print(f"{'!' if finding.advice else '✓'}  {finding.name:21}  {finding.value}")
+        for finding in findings:
+            if finding.advice:
+                print(f"warning: {finding.advice}")
+        print(f"ready: {plural(world.world_size, 'rank')} can train here")

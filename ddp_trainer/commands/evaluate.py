@@ -5,29 +5,37 @@
     python -m ddp_trainer evaluate outputs/pets data.root=other_pets
 
 Prints loss, top-1 and top-5, and writes them to evaluation/<checkpoint>-<split>/ in the run
-directory, with precision and recall of each class, the confusion matrix, the calibration and the
-worst mistakes. Config keys that do not change the trained model can be set too, for example device,
-eval_batch_size, data.root and data.num_workers.
+directory, or in the folder of the option output, with precision and recall of each class, the
+confusion matrix, the calibration and the worst mistakes. Config keys that do not change the trained
+model can be set too, for example device, eval_batch_size, data.root and data.num_workers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
+from ddp_trainer.commands.options import (
+    CheckpointOptions,
+    output_folder,
+    parse_options,
+    split_paths,
+)
 from ddp_trainer.config.data import SplitName
-from ddp_trainer.config.errors import require
+from ddp_trainer.config.errors import config_class, require
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class EvaluateOptions(CheckpointOptions):
     """The options of the command."""
 
     split: SplitName | None = None
     """test, validation or train; null: the split on which the training evaluated."""
+    output: str | None = None
+    """The folder in which the folder of the scores is written; null: evaluation in the run
+    directory.
+    """
 
 
 def main(words: Sequence[str]) -> None:
@@ -43,6 +51,7 @@ def main(words: Sequence[str]) -> None:
             Path(paths[0]),
             checkpoint=options.checkpoint,
             split=options.split,
+            output=output_folder(options.output, Path(paths[0], "evaluation")),
             overrides=overrides,
             environment=read_environment(),
         )

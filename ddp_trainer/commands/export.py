@@ -5,31 +5,40 @@
 
 Writes export/model.safetensors, export/model.pt2 (torch.export) and export/model.onnx in the run
 directory, or only those that the option format lists, and export/model_card.md, which explains how
-to use them. The pt2 and onnx models normalize the uint8 images themselves. A file is kept only if
-its probabilities differ by at most 1e-5 from those of the checkpoint on 1,000 images of the split
-on which the training evaluated. Config keys that do not change the trained model can be set too,
-for example data.root.
+to use them. The option output chooses another folder than export/. The pt2 and onnx models
+normalize the uint8 images themselves. A file is kept only if its probabilities differ by at most
+1e-5 from those of the checkpoint. They are compared on 1,000 images (the option check_images) of
+the split on which the training evaluated, or on all images of a smaller split. Config keys that do
+not change the trained model can be set too, for example data.root.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
-from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
-from ddp_trainer.config.errors import NOT_NEGATIVE, require
+from ddp_trainer.commands.options import (
+    CheckpointOptions,
+    output_folder,
+    parse_options,
+    split_paths,
+)
+from ddp_trainer.config.errors import NOT_NEGATIVE, config_class, require, setting
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ExportOptions(CheckpointOptions):
     """The options of the command."""
 
-    format: str = "safetensors,pt2,onnx"
-    """The formats of the files to write, separated by commas."""
-    check_images: int = field(default=1000, metadata=NOT_NEGATIVE)
-    """Images on which files are compared with the checkpoint; 0: none, if the data is missing."""
+    output: str | None = None
+    """The folder of the files; null: export in the run directory."""
+    format: list[str] = setting(["safetensors", "pt2", "onnx"])
+    """The formats of the files to write."""
+    check_images: int = setting(1000, NOT_NEGATIVE)
+    """Number of images on which the files are compared with the checkpoint; 0: there is no
+    comparison, and the data set is not needed.
+    """
 
 
 def main(words: Sequence[str]) -> None:
@@ -46,7 +55,7 @@ def main(words: Sequence[str]) -> None:
         with disable_gc():  # imports torch
             from ddp_trainer.tools.export import export_model
             from ddp_trainer.tools.trained_model import load_model
-        formats = [name.strip() for name in options.format.split(",")]
         trained = load_model(Path(paths[0]), options.checkpoint, overrides)
-        lines = export_model(trained, formats, num_images=options.check_images)
+        folder = output_folder(options.output, trained.run_dir / "export")
+        lines = export_model(trained, folder, options.format, num_images=options.check_images)
         print("\n".join(lines))

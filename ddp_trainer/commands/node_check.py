@@ -1,6 +1,4 @@
-"""``node-check``: check that the nodes of a job can start together, and print this node's address
-in their network.
-"""
+"""Check that the nodes of a job can start together, and print the address of this node."""
 
 import asyncio
 import os
@@ -15,15 +13,16 @@ from ddp_trainer.launchers.node_check.server import wait_for_nodes
 
 
 def main(words: Sequence[str]) -> None:
-    """Print this node's address if all nodes can start; else exit with 2 for wrong input, with 1 if
-    a retry may succeed.
+    """Print this node's address if all nodes can start together.
+
+    Otherwise, exit with 2 for wrong input, and with 1 if a retry may succeed.
     """
     usage = "node-check option=value …"
     with errors_as_exit_codes():
         options, rest = parse_options(NodeCheckOptions, words, usage=usage, description=__doc__)
         require(not rest, f"{' '.join(rest)} is not an option of node-check: --help lists them")
         node = describe_node(options)
-        # or torch prints stack traces when another program has the port
+        # because torch prints stack traces if another program uses the port
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         check = ask_head if node.node_rank else wait_for_nodes
         asyncio.run(check(node, find_gpu_error(node)))

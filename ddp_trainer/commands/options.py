@@ -1,23 +1,25 @@
-"""A command's own options: ``key=value`` like the config, declared as a dataclass."""
+"""The options of a command: ``key=value`` like the config, declared as fields of a dataclass."""
 
 import ast
 import inspect
+import os
 import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, TypeVar, cast, get_type_hints
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from ddp_trainer.config.errors import check_values
+from ddp_trainer.config.errors import check_values, config_class, require
 from ddp_trainer.config.keys import parse_value
 
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class CheckpointOptions:
     """The options that evaluate, export and predict have in common."""
 
@@ -25,24 +27,47 @@ class CheckpointOptions:
     """best (highest top-1), last (the newest), or the number of a step."""
 
 
+def output_folder(option: str | None, default: Path) -> Path:
+    """Return the folder that the option `output` chooses; ConfigError if it is empty."""
+    require(option != "", "output= is empty: name a folder, or leave output out")
+    return default if option is None else output_path(option)
+
+
+def output_path(option: str) -> Path:
+    """Return the path that the option `output` chooses; ConfigError if its user is unknown."""
+    path = os.path.expanduser(option)
+    require(
+        not path.startswith("~"),
+        f"output={option} begins with ~ of an unknown user: give a full path",
+    )
+    return Path(path)
+
+
 def parse_options(
     schema: type[T], words: Sequence[str], *, usage: str = "", description: str | None = ""
 ) -> tuple[T, list[str]]:
-    """Return the words that set a field of `schema` as a checked `schema` object, and the others.
+    """Return a checked `schema` object with the options among `words`, and the other words.
 
     If `words` ask for help, print `usage`, `description` and all options with their defaults, and
     exit with 0.
     """
     if wants_help(words):
         print(f"usage: {program()} {usage}\n\n{(description or '').strip()}")
-        print(f"\noptions (key=value):\n{list_fields(schema())}")
+        print(f"\noptions (key=value):\n{list_fields(with_defaults(schema))}")
         sys.exit()
     hints = get_type_hints(schema)
     tree = OmegaConf.structured(schema)
     others = []
     for word in words:
-        key, equals, _ = word.partition("=")
+        key, equals, value = word.partition("=")
+        name = key.lstrip("-")
+        require(
+            not (key.startswith("--") and name in hints),
+            f"{word}: options have no dashes, {name}={value or 'VALUE'}",
+        )
         if equals and key in hints:
+            if get_origin(hints[key]) is list:  # so that key=a,b is the same as key=[a,b]
+                word = f"{key}=[{value.strip('[]')}]"
             tree[key] = parse_value(word, hints[key])
         else:
             others.append(word)
@@ -52,13 +77,19 @@ def parse_options(
 
 
 def split_paths(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the paths and the settings among `words`; a path with = must begin with ./ or /."""
+    """Return the paths and the settings (key=value) among `words`.
+
+    A path is taken for a setting if its first folder contains =, unless it begins with ./ or /.
+    """
     overrides = [word for word in words if re.match(r"\+{0,2}[\w.@]+=", word)]
     return [word for word in words if word not in overrides], overrides
 
 
 def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -> str:
-    """Return a line (key, value, description) for each field of an object and of its sections."""
+    """Return a line (key, value, description) for each field of a dataclass object.
+
+    A field that is itself a dataclass object is replaced by its fields. skip: names to leave out.
+    """
     texts = field_docstrings(type(section))
     lines = []
     for name in [field.name for field in fields(section) if field.name not in skip]:
@@ -75,8 +106,19 @@ def list_fields(section: Any, *, prefix: str = "", skip: Collection[str] = ()) -
     return "\n".join(lines)
 
 
+def with_defaults(schema: type[T]) -> T:
+    """Return an unchecked `schema` object of default values; ``???`` where there is no default."""
+    section = object.__new__(schema)
+    for item in fields(cast(Any, schema)):
+        value = "???" if item.default is MISSING else item.default
+        if item.default_factory is not MISSING:
+            value = item.default_factory()
+        object.__setattr__(section, item.name, value)
+    return section
+
+
 def field_docstrings(schema: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a dataclass and of its bases, by field."""
+    """Return the docstrings below the fields of a dataclass and of its bases, by field name."""
     texts: dict[str, str] = {}
     for base in reversed(schema.__mro__[:-1]):
         [tree] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
@@ -94,5 +136,5 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def program() -> str:
-    """Return how the user has called this program, for usage lines."""
+    """Return the command by which the user started this program, for usage lines."""
     return "ddp-trainer" if sys.argv[0].endswith("ddp-trainer") else "python -m ddp_trainer"

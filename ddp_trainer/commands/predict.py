@@ -5,23 +5,32 @@
     find holiday -name '*.jpg' | python -m ddp_trainer predict outputs/pets -
 
 Prints a line of JSON for each file, in the order of the files: path, label, probability, and top,
-which is a list of [label, probability]. A path on the command line that does not exist is an error;
-any other file that cannot be read as an image is named on stderr and left out. Config keys that do
-not change the trained model can be set too, for example device.
+which is a list of [label, probability]. A path on the command line that does not exist is an error.
+Any other file that cannot be read as an image is left out, and stderr has its path and the reason;
+the exit code is 2 if no file can be read.
+Config keys that do not change the trained model can be set too, for example device.
 """
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
-from ddp_trainer.config.errors import FAILURE, POSITIVE, TransientError, printable, require
+from ddp_trainer.config.errors import (
+    FAILURE,
+    POSITIVE,
+    TransientError,
+    config_class,
+    printable,
+    require,
+    setting,
+)
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 
@@ -29,13 +38,13 @@ if TYPE_CHECKING:
     from ddp_trainer.tools.classifier import Prediction
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class PredictOptions(CheckpointOptions):
     """The options of the command."""
 
-    top: int = field(default=5, metadata=POSITIVE)
-    """Number of classes to print for each image in top, the most probable first."""
-    batch_size: int = field(default=64, metadata=POSITIVE)
+    top: int = setting(5, POSITIVE)
+    """Number of classes in the list top of each image, the most probable class first."""
+    batch_size: int = setting(64, POSITIVE)
     """Images per forward pass of the model."""
 
 
@@ -54,24 +63,29 @@ def main(words: Sequence[str]) -> None:
             "predict runs in one process: start it without torchrun",
         )
         with disable_gc():  # imports torch
-            from ddp_trainer.tools.classifier import open_classifier
+            from ddp_trainer.tools.classifier import Classifier
             from ddp_trainer.tools.prediction import find_pictures, predict_files
             from ddp_trainer.tools.trained_model import load_model
+        require(
+            "-" not in paths[1:] or sys.stdin is not None,
+            "- reads a picture or a list of paths from stdin, and stdin is closed",
+        )
         trained = load_model(Path(paths[0]), options.checkpoint, overrides)
-        files = find_pictures(paths[1:], sys.stdin.buffer)
-        classifier = open_classifier(trained)
+        files = find_pictures(paths[1:], sys.stdin.buffer if sys.stdin else ())
         results = predict_files(
-            trained, classifier, files, batch_size=options.batch_size, top=options.top
+            trained, Classifier(trained), files, batch_size=options.batch_size, top=options.top
         )
         try:
             print_results(results)
-        except BrokenPipeError:  # the reader has ended, as in: predict … | head
+        except BrokenPipeError:  # the reader of the output has ended, as in: predict … | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(FAILURE)
+        except OSError as error:  # for example a full disk
+            raise TransientError(f"the output cannot be written: {error.strerror}") from error
 
 
 def print_results(results: Iterator[tuple[str, "Prediction | str"]]) -> None:
-    """Print a line of JSON for each prediction; print bad files and the speed on stderr."""
+    """Print a line of JSON for each prediction; print unreadable files and the speed on stderr."""
     num_good = 0
     num_bad = 0
     began = time.perf_counter()
@@ -80,18 +94,12 @@ def print_results(results: Iterator[tuple[str, "Prediction | str"]]) -> None:
             print(f"{printable(path)} cannot be read: {result}", file=sys.stderr)
             num_bad += 1
         else:
-            print_line(json.dumps({"path": path, **asdict(result)}))
+            line = json.dumps({"path": path, **result._asdict()}, ensure_ascii=False)
+            # JSON allows these control characters, and a terminal executes them
+            line = re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", line)
+            print(line, flush=True)
             num_good += 1
     rate = (num_good + num_bad) / (time.perf_counter() - began)
     bad = f", {num_bad:,} could not be read" if num_bad else ""
     print(f"{num_good:,} images{bad}, {rate:,.0f} img/s", file=sys.stderr)
-
-
-def print_line(line: str) -> None:
-    """Print a line; TransientError if it cannot be written, for example to a full disk."""
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise TransientError(f"the output cannot be written: {error.strerror}") from error
+    require(num_good > 0 or num_bad == 0, "no image could be read: the reasons are above")

@@ -1,29 +1,29 @@
-"""The results of benchmark and plan: a table on the console, and files."""
+"""The results of benchmark and plan: a table on the console, and a JSON file."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from ddp_trainer.config.errors import path_error
+from ddp_trainer.output import output_file
+from ddp_trainer.progress import print_table
 
 
-def print_table(table: Table) -> None:
-    """Print a table, aligned right but for the first column; 180 wide if there is no terminal."""
+def print_numbers(table: Table) -> None:
+    """Print a table, all columns but the first aligned right."""
     for column in table.columns[1:]:
         column.justify = "right"
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    print_table(table)
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Create the folder of `path`, which the ``with`` block writes; OSError is a `path_error`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise path_error(error, f"{path} was not written: {error.strerror or error}") from error
+def write_results(results: dict[str, Any], run_dir: Path, name: str) -> None:
+    """Write `results` to <output_dir>/<name>-<name of the run>/<name>.json, and print this path.
+
+    Raises:
+        ConfigError, TransientError: the file cannot be written.
+    """
+    path = run_dir.with_name(f"{name}-{run_dir.name}") / f"{name}.json"
+    with output_file(path) as file:
+        file.write(json.dumps(results, indent=1).encode())
     print(f"wrote {path}")

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -11,21 +10,29 @@ from hydra.types import RunMode
 
 from ddp_trainer import registry
 from ddp_trainer.commands.command_line import errors_as_exit_codes, for_each_job
-from ddp_trainer.commands.options import list_fields, parse_options, program, wants_help
-from ddp_trainer.config.errors import require
+from ddp_trainer.commands.options import (
+    list_fields,
+    parse_options,
+    program,
+    wants_help,
+    with_defaults,
+)
+from ddp_trainer.config.errors import config_class, require
+from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.launchers.job_file import read_job
 from ddp_trainer.launchers.sweeps import register_launchers
+from ddp_trainer.launchers.sweeps.results import Row, add_result, print_results, score_of
 from ddp_trainer.runtime import disable_gc
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class TrainOptions:
     """The options of the command."""
 
     job_file: str | None = None
-    """Train the job of this file, written by freeze; no other arguments are possible then."""
+    """Job file, written by freeze, whose job is trained; it excludes all other arguments."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -43,19 +50,22 @@ def main(words: Sequence[str]) -> None:
             train(*read_job(Path(options.job_file)), sweep=None)
             return
     register_launchers()
-    with ExitStack() as stack:
-        for_each_job(
-            lambda config, run_dir: train(config, run_dir, sweep=stack if is_sweep() else None),
-            overrides,
-        )
+    try:
+        with ExitStack() as stack:
+            for_each_job(
+                lambda config, run_dir: train(config, run_dir, sweep=stack if is_sweep() else None),
+                overrides,
+            )
+    finally:  # also after a job that failed
+        print_results()
 
 
 def is_sweep() -> bool:
-    """Return whether this process trains the jobs of a sweep itself, with ``hydra/launcher=basic``.
+    """Return whether this process trains all jobs of a sweep, with ``hydra/launcher=basic``.
 
-    ConfigError with another launcher: torchrun and slurm train the jobs of a sweep in other
-    processes, so that one of them here means that --multirun is missing; any other launcher is not
-    supported.
+    Raises:
+        ConfigError: another launcher is chosen. The launchers torchrun and slurm train in other
+        processes, so that here --multirun is missing; any other launcher is not supported.
     """
     hydra = HydraConfig.get()
     launcher = hydra.runtime.choices["hydra/launcher"]
@@ -68,10 +78,10 @@ def is_sweep() -> bool:
 
 
 def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
-    """Train one job and return its best top-1, which Hydra's sweeper compares.
+    """Train one job and return its best score (`select_by`), which Hydra's sweeper compares.
 
-    sweep: the exit stack of a sweep, which owns the process group of all its jobs; a graceful stop
-    ends the whole sweep. None: no sweep.
+    sweep: the exit stack that closes the process group after all jobs of the sweep; None: no sweep.
+    A graceful stop ends the whole sweep.
     """
     environment = read_environment()
     config.check_world_size(environment.world_size)
@@ -82,20 +92,34 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
     if sweep is not None:
         sweep.enter_context(process_group(environment, **config.process_group))
     summary = run(config, run_dir)
+    if sweep is not None and environment.rank == 0:
+        overrides = HydraConfig.get().overrides.task
+        row = Row(
+            overrides=overrides,
+            run_dir=run_dir,
+            score=score_of(summary),
+            select_by=config.select_by,
+            is_higher_better=is_higher_better(config.select_by, config.metric),
+            seconds=summary.seconds,
+        )
+        add_result(row)
     if sweep is not None and summary.status is Status.stopped:
-        sys.exit(0)  # SystemExit, because after an Exception Hydra runs the next job
-    return summary.best_top1
+        sys.exit(0)  # raises SystemExit, because after an Exception Hydra runs the next job
+    return score_of(summary)
 
 
 def print_keys() -> None:
     """Print the keys of the config, and the keys of each choice, such as ``optimizer=sgd``."""
     print(f"usage: {program()} [train] [key=value …]\n       {program()} train job_file=FILE\n")
+    print("FILE is a job file, which the command freeze writes.\n")
     print(f"keys, with their defaults:\n{list_fields(Config(), skip=registry.GROUPS)}")
     for name, group in registry.GROUPS.items():
+        default = getattr(Config(), name)
         for choice in registry.choices(name).values():
-            print(f"\n{name}={choice.name}")
+            is_default = choice.name in (default if group.several else [default.name])
+            print(f"\n{name}={choice.name}{' (default)' if is_default else ''}")
             prefix = f"{group.key(choice.name)}."
-            if keys := list_fields(choice.schema(), prefix=prefix, skip=["name"]):
+            if keys := list_fields(with_defaults(choice.schema), prefix=prefix, skip=["name"]):
                 print(keys)
     print(
         "\nThe same command resumes an interrupted run. --cfg job shows the composed config,"

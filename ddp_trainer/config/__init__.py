@@ -1,3 +1,1 @@
-"""The config: dataclasses with a type and rules for each key, filled in by Hydra. Does not import
-torch.
-"""
+"""The config: dataclasses with a type and rules for each key, filled in by Hydra, without torch."""

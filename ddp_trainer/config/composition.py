@@ -2,30 +2,37 @@
 
 import hashlib
 import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ddp_trainer import registry
-from ddp_trainer.config.differences import differences
-from ddp_trainer.config.errors import ConfigError, flatten_keys
+from ddp_trainer.config.differences import differences, flatten_keys
+from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.keys import free_keys, is_marked, known_keys
 from ddp_trainer.config.schema import Config
+
+CREDENTIALS = re.compile(r"://[^/?#\s@]+@")
+"""User and password in a URL."""
+INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""What OmegaConf would replace, with the backslashes before it, which escape it."""
 
 
 def config_dir() -> Path:
     """Return the folder ``conf``: in the installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
-    for candidate in (package / "conf", package.parent / "conf"):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise FileNotFoundError(
-        f"conf/config.yaml is neither in {package} nor beside it: reinstall ddp_trainer"
-    )
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
 
 
 def register_configs() -> None:
@@ -47,42 +54,90 @@ def register_configs() -> None:
 
 def to_config(composed: DictConfig) -> Config:
     """Return a checked `Config` with the values of `composed`; raises as `from_builtins` does."""
-    tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    return from_builtins(cast(dict[str, Any], tree))
+    tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return from_builtins(tree)
 
 
 def job_dir(output_dir: str, name: str) -> Path:
     """Return the run directory, <output_dir>/<name>, the same on every rank and after a restart.
 
-    In a sweep (``--multirun``) it is a subfolder of that folder, named after the overrides of the
-    current job, except those of keys that are FREE.
+    In a sweep (``--multirun``) the run directory is a subfolder of that folder. Its name is the
+    list of the job's overrides, without keys that are FREE and have one value in the sweep.
     """
     run_dir = Path(output_dir).expanduser() / name
     hydra = HydraConfig.get()
     if hydra.mode is not RunMode.MULTIRUN:
         return run_dir
     known = known_keys()
-    keys = {override: override.partition("=")[0].lstrip("+~") for override in hydra.overrides.task}
-    named = [override for override, key in keys.items() if not is_marked(key, "unnamed", known)]
+    varied = varied_keys()
+    keys = {override: override.partition("=")[0].lstrip("+") for override in hydra.overrides.task}
+    named = [
+        override
+        for override, key in keys.items()
+        if key in varied or not is_marked(key, "unnamed", known)
+    ]
     job = ",".join(sorted(named))
-    if len(job.encode()) > 200:  # a file system allows 255 bytes
-        job = f"{job[:150]}-{hashlib.sha256(job.encode()).hexdigest()[:12]}"
+    if "/" in job or len(job.encode()) > 200:  # file systems allow 255 bytes
+        digest = hashlib.sha256(job.encode()).hexdigest()[:12]
+        begin = job.replace("/", "_").encode()[:150].decode(errors="ignore")
+        job = f"{begin}-{digest}"
     return run_dir / job
 
 
-def to_builtins(config: Any) -> dict[str, Any]:
-    """Return a config object as nested dicts, lists, strings and numbers (enums by name)."""
-    tree: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return tree
+def varied_keys() -> set[str]:
+    """Return the keys to which this sweep gives several values, except name and output_dir."""
+    words = [word for word in sys.argv[1:] if re.match(r"[+~]?[\w./@]+=", word)]
+    overrides = OverridesParser.create().parse_overrides(words)
+    swept = {override.key_or_group for override in overrides if override.is_sweep_override()}
+    return (swept | {*(HydraConfig.get().sweeper.get("params") or {})}) - {"name", "output_dir"}
+
+
+def to_builtins(config: Any) -> Any:
+    """Return a config object, or the defaults of a schema, as plain values (enums by name)."""
+    match config:
+        case type():
+            return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        case Enum():
+            return config.name
+        case dict():
+            return {key: to_builtins(value) for key, value in config.items()}
+        case list():
+            return [to_builtins(value) for value in config]
+    if is_dataclass(config):
+        return {item.name: to_builtins(getattr(config, item.name)) for item in fields(config)}
+    return config
+
+
+def to_saved(config: Any) -> dict[str, Any]:
+    """Return a config as `to_builtins` does, for files: without the passwords in URLs."""
+    return map_text(lambda text: CREDENTIALS.sub("://***@", text), to_builtins(config))
+
+
+def escaped(text: str) -> str:
+    """Return `text` as OmegaConf needs it, so that ``${`` is text, which may not be well formed."""
+    return INTERPOLATION.sub(r"\1\1\\${", text)
+
+
+def map_text(change: Callable[[str], str], value: Any) -> Any:
+    """Return `value`, nested dicts and lists, with ``change(text)`` in place of each text."""
+    if isinstance(value, dict):
+        return {key: map_text(change, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_text(change, item) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def from_builtins(tree: dict[str, Any]) -> Config:
     """Return a `Config` with the values of `tree`, nested dicts as `to_builtins` returns them.
 
+    A text such as ``${oc.env:TOKEN}`` stays as it is, because `tree` may be from a file of somebody
+    else.
+
     Raises:
-        ConfigError: a value breaks a rule, or `tree` names a choice (such as a model) whose plug-in
-        is not installed. OmegaConfBaseException: a key is unknown, or a value has the wrong type.
+        ConfigError: a value breaks a rule, or the plug-in of a choice, such as a model, is missing.
+        OmegaConfBaseException: a key is unknown, or a value has the wrong type.
     """
+    tree = map_text(escaped, tree)
     config = OmegaConf.structured(Config)
     for name, group in registry.GROUPS.items():
         if group.several:
@@ -91,7 +146,8 @@ def from_builtins(tree: dict[str, Any]) -> Config:
             choice = registry.choices(name).get(section.get("name"))
             if choice is None:
                 raise ConfigError(
-                    f"{key}.name={section.get('name')} is unknown here: install its plug-in"
+                    f"{key}.name={section.get('name')} is unknown here: install its plug-in, or"
+                    " import the .py file that registers it"
                 )
             OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
     result = OmegaConf.to_object(OmegaConf.merge(config, tree))
@@ -105,10 +161,28 @@ def config_digest(config: Any) -> str:
 
 
 def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return ``"key: old → new"`` for each key with another value that changes the training."""
+    """Return ``"key: old → new"`` for each key whose value differs, except for `free_keys`."""
     free = free_keys(old) | free_keys(new)
-    before, after = (
-        {key: value for key, value in flatten_keys(tree).items() if key not in free}
-        for tree in (old, new)
-    )
-    return differences(before, after)
+    return differences(flatten_keys(old), flatten_keys(new), ignore=free)
+
+
+def changed_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, by dotted key, of a flat config that are not defaults of the chosen parts.
+
+    Keys that do not name the jobs of a sweep, such as ``name``, are left out. So are keys with the
+    default ``auto`` that do not change the training, because `config` has what ``auto`` has chosen.
+    """
+    defaults = flatten_keys(to_builtins(Config))
+    for name, group in registry.GROUPS.items():
+        for choice in registry.choices(name).values():
+            key = group.key(choice.name)
+            if config.get(f"{key}.name") == choice.name:
+                values = flatten_keys(to_builtins(choice.schema), f"{key}.")
+                defaults |= values | {f"{key}.name": defaults.get(f"{key}.name")}
+    known = known_keys()
+    return {
+        key: value
+        for key, value in config.items()
+        if defaults.get(key) != value
+        and not is_marked(key, "free" if defaults.get(key) == "auto" else "unnamed", known)
+    }

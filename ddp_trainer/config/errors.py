@@ -1,14 +1,13 @@
-"""Errors for invalid input, and config fields, whose metadata has the rules for their values."""
+"""Errors for invalid input, and config fields with metadata: rules for values, FREE and NAMED."""
 
 import errno
 import math
-import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 FAILURE = 1
 USER_ERROR = 2
@@ -25,13 +24,21 @@ USER_ERRORS = (
     errno.ELOOP,
     errno.EEXIST,
 )
-"""Values of errno whose cause the user can change; the cause of other errors may go away."""
+"""Values of errno for errors whose cause the user must remove; other errors may go away."""
 FREE = {"free": True, "unnamed": True}
-"""Metadata of a key that a resumed run may change, because it does not change the training."""
+"""Metadata of a key that a resumed run may change. The name of a sweep's job contains the key only
+if the sweep varies it.
+"""
 NAMED = {"free": True}
-"""Metadata of a free key that sweeps may vary, because it is in the names of a sweep's jobs."""
+"""Metadata of a key that a resumed run may change. A sweep job's name has all its overrides."""
 
 T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True)
+def config_class(cls: type[T]) -> type[T]:
+    """Return `cls` as a dataclass with slots and keyword-only arguments; a class decorator."""
+    return dataclass(kw_only=True, slots=True)(cls)
 
 
 def setting(default: T, metadata: Mapping[str, Any] | None = None) -> T:
@@ -43,12 +50,13 @@ def setting(default: T, metadata: Mapping[str, Any] | None = None) -> T:
 def rule(words: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
     """Return metadata for a field whose value must be null or satisfy `holds`.
 
-    words: the rule in messages, after "must be".
+    words: the text of the rule, which follows "must be" in messages.
     """
     return {"must_be": words, "holds": holds}
 
 
 POSITIVE = rule("greater than 0", lambda value: value > 0)
+AT_LEAST_ONE = rule("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE = rule("0 or more", lambda value: value >= 0)
 UP_TO_ONE = rule("in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_ONE = rule("in [0, 1)", lambda value: 0 <= value < 1)
@@ -63,7 +71,7 @@ class TransientError(RuntimeError):
 
 
 def path_error(error: OSError, message: str) -> ConfigError | TransientError:
-    """Return a ConfigError if the user can change the cause of `error`, else a TransientError."""
+    """Return a ConfigError if `error` is one of `USER_ERRORS`, else a TransientError."""
     return ConfigError(message) if error.errno in USER_ERRORS else TransientError(message)
 
 
@@ -78,7 +86,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_values(section: Any, prefix: str = "") -> None:
-    """Check the values of a config object and of its sections; ConfigError if one breaks a rule."""
+    """Check a config object and its sections; ConfigError if a value breaks its field's rule."""
     for item in fields(section):
         value = getattr(section, item.name)
         key = f"{prefix}{item.name}"
@@ -98,39 +106,40 @@ def check_values(section: Any, prefix: str = "") -> None:
 
 
 def _check_plain(value: Any, text: str) -> None:
-    require(not isinstance(value, list), f"{text} must not contain lists")
-    require(not isinstance(value, float) or math.isfinite(value), f"{text} must be finite")
-    require(not isinstance(value, int) or abs(value) < 2**63, f"{text} must be below 2^63")
+    match value:
+        case list():
+            raise ConfigError(f"{text} must not contain lists")
+        case float() if not math.isfinite(value):
+            raise ConfigError(f"{text} must be finite")
+        case int() if abs(value) >= 2**63:
+            raise ConfigError(f"{text} must be below 2^63")
 
 
 def printable(text: str) -> str:
-    """Return `text` as one line, with escapes, as in `repr`, for characters that do not print."""
+    """Return `text` on one line: unprintable characters are escaped, as in `repr`."""
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in text
     )
 
 
+def escape_controls(text: str) -> str:
+    """Return `text` with control characters escaped as in `repr`, except newlines and tabs.
+
+    A terminal executes control characters, for example in a class name from a stranger.
+    """
+    return re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+
+
+def one_line(text: object) -> str:
+    """Return `text` as one line of at most 300 characters, without colors of a terminal."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(text)).split())[:300]
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return ``: did you mean …?`` with names in `known` that are similar to `word`, or ""."""
-    lower = {name.lower(): name for name in known}
-    near = [lower[name] for name in get_close_matches(word.lower(), lower, n=3, cutoff=0.5)]
-    return f": did you mean {' or '.join(near)}?" if near else ""
+    """Return ``: did you mean …?`` with the names in `known` that are similar to `word`, or "".
 
-
-def require_run_dir(run_dir: Path) -> None:
-    """Check that `run_dir` has config.yaml or checkpoints/; ConfigError if it has neither."""
-    require(
-        os.path.isfile(run_dir / "config.yaml") or os.path.isdir(run_dir / "checkpoints"),
-        f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/",
-    )
-
-
-def flatten_keys(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted keys, for example ``{"optimizer.lr": 0.1}``."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten_keys(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+    Only the last parts of dotted names are compared.
+    """
+    names = {name.rpartition(".")[2].lower(): name for name in known}
+    near = get_close_matches(word.rpartition(".")[2].lower(), names)
+    return f": did you mean {' or '.join(names[name] for name in near)}?" if near else ""

@@ -1,31 +1,31 @@
 """The group ``logger``; a run may have several loggers: ``logger=[tensorboard,jsonl]``."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 from omegaconf import MISSING
 
+from ddp_trainer.config.errors import config_class, setting
 from ddp_trainer.registry import register_logger
 
 WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class LoggerConfig:
     name: str = MISSING
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class TensorBoardConfig(LoggerConfig):
     name: str = "tensorboard"
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class JsonlConfig(LoggerConfig):
     name: str = "jsonl"
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class WandbConfig(LoggerConfig):
     name: str = "wandb"
     project: str = "ddp_trainer"
@@ -38,11 +38,11 @@ class WandbConfig(LoggerConfig):
     """
     group: str | None = None
     """A name that related runs share, such as those of a sweep."""
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = setting([])
     """Labels by which runs can be filtered."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class MlflowConfig(LoggerConfig):
     name: str = "mlflow"
     tracking_uri: str | None = None

@@ -4,36 +4,86 @@
 rewords the errors that Hydra and OmegaConf raise while a config is composed.
 """
 
+import re
+import shlex
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from enum import Enum
-from functools import singledispatch
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
-    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
 )
 
 from ddp_trainer import registry
-from ddp_trainer.config.errors import ConfigError, TransientError, printable, require
-from ddp_trainer.config.keys import Keys, known_keys
+from ddp_trainer.config.errors import ConfigError, TransientError, printable, require, suggestion
+from ddp_trainer.config.keys import Keys, keys_of, known_keys
 
-HELP = "--help lists the keys"
-RENAMED = {"label_smoothing": "loss.label_smoothing"}
-"""The keys of former versions that have another name now."""
+FOREIGN_KEYS = {
+    "pretrained": "initial weights are read from a file, model.weights=FILE: docs/your-images.md"
+    " says how to get one",
+    "learning_rate": "set optimizer.lr",
+    "amp": "set precision=bf16 or precision=fp16",
+    "gpus": "the launcher sets the number of ranks: NPROC=2 launch/local.sh, or torchrun"
+    " --nproc_per_node=2",
+}
+FOREIGN_KEYS |= dict.fromkeys(("devices", "num_gpus", "nproc", "ranks"), FOREIGN_KEYS["gpus"])
+"""What to use instead of keys, by their last part, that other programs have."""
 
 
 # --- overrides of the command line ----------------------------------------------------------------
+
+
+def quote_texts(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with quotes around texts that Hydra could not read, such as ``a(1)``."""
+    known = known_keys()
+    return [quoted(word) if is_unreadable_text(word, known) else word for word in arguments]
+
+
+def is_unreadable_text(word: str, known: Keys) -> bool:
+    """Return whether `word` sets a key to a text, and Hydra's grammar does not allow this text."""
+    key, equals, value = word.partition("=")
+    if not equals or not is_text(key, known) or value.startswith(('"', "'")):
+        return False
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return True
+    return False
+
+
+def is_text(key: str, known: Keys) -> bool:
+    """Return whether the values of `key`, which may begin with +, are texts."""
+    hint, _ = known.get(key.lstrip("+"), (None, None))
+    return hint in (str, str | None)
+
+
+def quoted(word: str) -> str:
+    """Return ``key="value"`` for ``key=value``, as Hydra's grammar needs it for special characters.
+
+    There, backslashes count as such, except before a quotation mark or the end of the value.
+    """
+    key, _, value = word.partition("=")
+    escaped = re.sub(
+        r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), value
+    )
+    return f'{key}="{escaped}"'
 
 
 def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None:
@@ -42,51 +92,46 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key = override.key_or_group
         text = override.input_line or key
-        if key.split(".")[0] == "hydra" or key.startswith("hydra/"):
+        if key.startswith(("hydra.", "hydra/")):
             continue
-        if override.type is OverrideType.DEL:
-            fix = (
-                f"is needed: set it instead, {key}=…" if key in known else f"does not exist: {HELP}"
-            )
-            raise ConfigError(f"{text} removes a key that {fix}")
+        require(
+            override.type is not OverrideType.DEL,
+            f"{text} removes a key, and every key is needed: set it instead, {key}=…",
+        )
         require(
             override.type is not OverrideType.ADD or key not in known,
             f"{text} adds a key that exists: write {key}=… to change it",
         )
         require(
             multirun or not override.is_sweep_override(),
-            f"{text} has several values: add --multirun to run each, "
-            f"or make it a list, '{key}=[{text.partition('=')[2]}]'",
+            f"{text} has several values: add --multirun to run each, or "
+            + (
+                f"quote it, {shlex.quote(quoted(text))}"
+                if is_text(key, known)
+                else f"make it a list, '{key}=[{text.partition('=')[2]}]'"
+            ),
         )
-        _check_value(key, override, text)
-        _check_key(key, text, known)
+        section, _, name = key.rpartition(".")
+        require(
+            name != "name" or section not in registry.GROUPS,
+            f"{text} cannot be set: choose with {section}=…",
+        )
+        section_type, _ = known.get(section, (None, None))
+        require(
+            get_origin(section_type) is not list or name.isdecimal(),
+            f"{text} is unknown: {section} is a list, set with {section}=[…]",
+        )
+        if not override.is_sweep_override():
+            _check_value(key, override.value(), text)
 
 
-def _check_value(key: str, override: Override, text: str) -> None:
-    if override.is_sweep_override():
-        return
-    value = override.value()
+def _check_value(key: str, value: Any, text: str) -> None:
     require(not isinstance(value, int) or abs(value) < 2**63, f"{text} must be below 2^63")
-    if key in (*registry.GROUPS, "experiment"):
-        names = value if isinstance(value, list) else [value]
-        are_names = all(isinstance(name, str) and name != "???" for name in names)
-        require(are_names, f"{text} is not a valid choice: {choose(key)}")
-
-
-def _check_key(key: str, text: str, known: Keys) -> None:
-    section, _, name = key.rpartition(".")
+    names = value if isinstance(value, list) else [value]
     require(
-        not key.startswith("experiment."),
-        f"{text} is unknown: write the key without the prefix 'experiment.'",
-    )
-    require(
-        name != "name" or section not in registry.GROUPS,
-        f"{text} cannot be set: choose with {section}=…",
-    )
-    section_type, _ = known.get(section, (None, None))
-    require(
-        get_origin(section_type) is not list or name.isdecimal(),
-        f"{text} is unknown: {section} is a list, set with {section}=[…]",
+        key not in (*registry.GROUPS, "experiment")
+        or all(isinstance(name, str) and name != "???" for name in names),
+        f"{text} is not the name of a choice: python -m ddp_trainer --help lists all names",
     )
 
 
@@ -94,123 +139,130 @@ def _check_key(key: str, text: str, known: Keys) -> None:
 
 
 def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """Return a printable one-line message, which quotes the one of `arguments` that is wrong."""
-    return printable(_reword(error, arguments))
+    """Return one printable line about `error`, which quotes the wrong argument if it is known."""
+    match error:
+        case ConfigError() | TransientError() | registry.PluginError():
+            message = str(error)
+        case OverrideParseException():
+            message = _unreadable(str(error.override))
+        case MissingConfigException():
+            message = _unknown_choice(error)
+        case ConfigCompositionException():
+            message = _composition(error, arguments)
+        case MissingMandatoryValue():
+            key = error.full_key or _first_line(error).rpartition(" ")[2]
+            message = f"{key} is missing: give it a value"
+        case ConfigKeyError() | ConfigAttributeError():
+            message = _unknown_key(error, arguments)
+        case ValidationError():
+            message = _wrong_type(error, arguments)
+        case OmegaConfBaseException():
+            message = f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
+        case _:
+            message = _first_line(error)
+    return printable(message)
 
 
-@singledispatch
-def _reword(error: BaseException, arguments: Sequence[str]) -> str:
-    """Return the message about an error; the functions below return those of their error types."""
-    return _first_line(error)
+def _unreadable(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if not equals:
+        fix = "a setting is key=value; put one that has spaces in quotes, 'key=a b'"
+    elif key == "data":
+        folder = shlex.quote(f"data.root={value}")
+        fix = (
+            f"data= chooses a kind of data; for a folder of images, write data=imagefolder {folder}"
+        )
+    else:
+        fix = "write key=value without spaces, and quote special characters"
+    return f"{word!r} cannot be read: {fix}"
 
 
-@_reword.register
-def _own(error: ConfigError | TransientError | registry.PluginError, _: Sequence[str]) -> str:
-    return str(error)
-
-
-@_reword.register
-def _unreadable(error: OverrideParseException, _: Sequence[str]) -> str:
+def _unknown_choice(error: MissingConfigException) -> str:
+    file = error.missing_cfg_file or ""
+    group, _, choice = file.partition("/")
+    if group not in registry.GROUPS:
+        group, _, choice = file.rpartition("/")
+    if choice == "optuna":
+        return "hydra/sweeper=optuna is not installed: pip install 'ddp_trainer[sweep]'"
+    names = registry.choices(group) if group in registry.GROUPS else error.options
+    if not names:
+        return _first_line(error)
+    fix = _architecture(choice) if group == "model" else ""
+    if group == "data" and Path(choice).expanduser().is_dir():
+        fix = f"data=imagefolder data.root={shlex.quote(choice)}"
+    if fix:
+        return f"{group}={choice} is not a valid choice: write {fix}"
+    near = suggestion(choice, names).removeprefix(": ")
+    folder = "; for a folder of images, data=imagefolder data.root=FOLDER" * (group == "data")
     return (
-        f"{error.override!r} cannot be read: write key=value without spaces, and quote special"
-        " characters"
+        f"{group}={choice} is not a valid choice: {near}{near and ' '}choose from"
+        f" {', '.join(sorted(names))}{folder}"
     )
 
 
-@_reword.register
-def _unknown_choice(error: MissingConfigException, _: Sequence[str]) -> str:
-    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    if group not in registry.GROUPS and not error.options:
-        return _first_line(error)
-    near = get_close_matches(choice, error.options or (), n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"{group}={choice} is not a valid choice: {choose(group, error.options)}{hint}"
+def _architecture(name: str) -> str:
+    """Return the settings that choose the model `name` of torchvision or timm; "" for others."""
+    spellings = [name, name.lower(), name.lower().replace("-", "_"), name.lower().replace("-", "")]
+    for library, module in (("torchvision", "torchvision.models"), ("timm", "timm")):
+        with suppress(ImportError):
+            names = import_module(module).list_models()
+            for arch in filter(names.__contains__, spellings):
+                return f"model={library} model.arch={arch}"
+    return ""
 
 
-@_reword.register
 def _composition(error: ConfigCompositionException, arguments: Sequence[str]) -> str:
-    """Reword the cause. If a file is at fault, the message is "In 'experiment/mine': …"."""
+    """Reword the cause; name the file if Hydra's message begins with "In 'experiment/mine': "."""
     cause = error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
         return _first_line(error)
     before, quote, rest = str(error).partition("'")
     file = f"{rest.partition(quote)[0]}.yaml: " if before == "In " and quote else ""
-    return file + _reword(cause, arguments)
+    return file + format_config_error(cause, arguments)
 
 
-@_reword.register
-def _missing(error: MissingMandatoryValue, arguments: Sequence[str]) -> str:
-    key = error.full_key or _first_line(error).rpartition(" ")[2]
-    return f"{key} is missing: {choose(key) if key in registry.GROUPS else 'give it a value'}"
-
-
-@_reword.register
-def _unresolved(error: InterpolationResolutionError, arguments: Sequence[str]) -> str:
-    reason = _first_line(error)
-    return f"{_quote(error.full_key, arguments)} cannot be resolved: {reason}"
-
-
-@_reword.register
-def _invalid(error: OmegaConfBaseException, arguments: Sequence[str]) -> str:
-    return f"{_quote(error.full_key, arguments)} is not valid: {_first_line(error)}"
-
-
-@_reword.register
 def _unknown_key(error: ConfigKeyError | ConfigAttributeError, arguments: Sequence[str]) -> str:
     key = error.full_key or str(error.key)
-    text = _quote(key, arguments)
     if key == "experiment":
-        return "it must begin with the line # @package _global_ to set keys of the whole config"
-    if key in RENAMED:
-        return f"{text} is now {RENAMED[key]}{text.removeprefix('+').removeprefix(key)}"
-    return f"{text} {_reason_and_fix(key, error.object_type)}"
-
-
-def _reason_and_fix(key: str, schema: Any) -> str:
-    """Return why `schema` does not have `key`, and what the user may have meant."""
+        return (
+            "experiment has no keys: write keys without the prefix 'experiment.', and begin a file"
+            " of conf/experiment with the line # @package _global_"
+        )
+    text = _quote(key, arguments)
     section, _, name = key.rpartition(".")
-    choices = registry.choices(section).values() if section in registry.GROUPS else ()
-    chosen = next((f"{section}={choice.name}" for choice in choices if choice.schema is schema), "")
-    if chosen and key in known_keys():
-        others = [choice.name for choice in choices if name in _field_names(choice.schema)]
-        return f"does not belong to {chosen}: it is a key of {section}={_listed(others)}"
-    if similar := _similar_keys(key, schema):
-        return f"is unknown: did you mean {_listed(similar)}?"
-    names = sorted(_field_names(schema))
-    if not section or not names:
-        return f"is unknown: {HELP}"
-    return f"is unknown: {chosen or section} has {', '.join(names)}"
+    if name in FOREIGN_KEYS:
+        return f"{text} is unknown: {FOREIGN_KEYS[name]}"
+    schema: Any = error.object_type
+    choice = registry.find(section, schema) if section in registry.GROUPS else None
+    owner = f"{section}={choice.name}" if choice else section
+    known = known_keys()
+    if choice and key in known:
+        choices = registry.choices(section).values()
+        others = [other.name for other in choices if name in _field_names(other.schema)]
+        return f"{text} does not belong to {owner}: it is a key of {section}={' or '.join(others)}"
+    names = _field_names(schema)
+    siblings = [f"{section}.{sibling}".lstrip(".") for sibling in names]
+    fix = (
+        f"{owner} has {', '.join(sorted(names))}" if section and names else "--help lists the keys"
+    )
+    return f"{text} is unknown{suggestion(key, siblings) or suggestion(key, known) or f': {fix}'}"
 
 
-def _similar_keys(key: str, schema: Any) -> list[str]:
-    """Return keys that the user may have meant by `key`, an unknown key of `schema`."""
-    section, _, name = key.rpartition(".")
-    # a lower cutoff would find unrelated names among the many keys of the root
-    names = get_close_matches(name, _field_names(schema), cutoff=0.6 if section else 0.7)
-    if names:
-        return [f"{section}.{similar}".lstrip(".") for similar in names]
-    elsewhere = [other for other in known_keys() if other.rpartition(".")[2] == name][:3]
-    is_list = section in registry.GROUPS and registry.GROUPS[section].several
-    return elsewhere or ([section] if is_list else [])
-
-
-@_reword.register
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     key = (error.full_key or "").partition("[")[0]
-    # the keys of a command's own options are not keys of the config
-    options = get_type_hints(error.object_type) if is_dataclass(error.object_type) else {}
-    hint, metadata = known_keys().get(key, (options.get(key), {}))
+    known = known_keys()
+    if is_dataclass(error.object_type):  # may be the options of a command
+        known |= keys_of([("", error.object_type)])
+    hint, metadata = known.get(key, (error.ref_type, {}))
     text = _quote(key, arguments)
-    if hint is None:
-        return _invalid(error, arguments)
     if text == key:
         text = f"{key}={error.value}"
     if is_dataclass(hint):
-        is_group = key in registry.GROUPS
-        fix = choose(key) if is_group else f"set {key}.{_listed(_field_names(hint))}"
-        return f"{text} replaces a whole section: {fix}"
-    # if the key may be auto, its rule says so
+        return f"{text} replaces a whole section: set the keys in it"
+    # a key that may be auto has a rule that mentions auto
     rule = metadata.get("must_be") if str in get_args(hint) else None
+    if is_text(key, known) and text in arguments:
+        return f"{text} must be text: quote it, {shlex.quote(quoted(text))}"
     return f"{text} must be {rule or in_words(hint)}"
 
 
@@ -219,7 +271,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _quote(key: str | None, arguments: Sequence[str]) -> str:
-    """Return the one of `arguments` that sets `key`, or `key` itself if a file sets it."""
+    """Return the last of `arguments` that sets `key`, or a key below it.
+
+    If there is none, return `key`; if `key` is None or empty, return "the config".
+    """
     for argument in reversed(arguments):
         set_key = argument.partition("=")[0].lstrip("+~")
         if key and (set_key == key or set_key.startswith(f"{key}.")):
@@ -227,21 +282,8 @@ def _quote(key: str | None, arguments: Sequence[str]) -> str:
     return key or "the config"
 
 
-def choose(group: str, options: Iterable[str] | None = None) -> str:
-    """Return the valid choices of `group`, for the end of a message. options: those of Hydra."""
-    if group == "experiment" and not options:
-        return "name a file of conf/experiment, or leave experiment out"
-    return f"choose from {', '.join(sorted(options or registry.choices(group)))}"
-
-
 def _field_names(schema: Any) -> list[str]:
     return [item.name for item in fields(schema)] if is_dataclass(schema) else []
-
-
-def _listed(items: Sequence[str]) -> str:
-    """Return `items` as one text, ``"a, b or c"``."""
-    *first, last = items
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 WORDS = {
@@ -251,19 +293,18 @@ WORDS = {
     str: "text",
     type(None): "null",
     dict: "a section",
+    list: "a list, such as [a, b]",
+    list[int]: "a list of whole numbers, such as [2, 4]",
+    list[float]: "a list of numbers, such as [0.5, 0.5]",
 }
 
 
 def in_words(hint: Any) -> str:
-    """Return words for the values of the type `hint`, for example "a whole number"."""
+    """Return a description of the values of type `hint`, for example "a whole number"."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.name for choice in hint)}"
     if get_origin(hint) in (types.UnionType, Union):
-        return _listed([in_words(part) for part in get_args(hint)])
+        return " or ".join(in_words(part) for part in get_args(hint))
     if get_origin(hint) is list:
-        return (
-            "a list of numbers, such as [0.5, 0.5]"
-            if get_args(hint) == (float,)
-            else "a list, such as [a, b]"
-        )
-    return WORDS.get(get_origin(hint) or hint, "of another type")
+        hint = list[get_args(hint)]  # OmegaConf gives typing.List
+    return WORDS.get(hint) or WORDS.get(get_origin(hint), "of another type")

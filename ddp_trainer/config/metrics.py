@@ -1,25 +1,61 @@
-"""The group ``metric``: further scores of an evaluation, logged as ``eval/<name>``."""
+"""The group ``metric``: additional scores of an evaluation, logged as ``eval/<name>``."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import ClassVar
 
 from omegaconf import MISSING
 
+from ddp_trainer.config.errors import POSITIVE, config_class, require, setting
 from ddp_trainer.registry import register_metric
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class MetricConfig:
+    higher_is_better: ClassVar[bool] = True
+    """Whether a larger value is a better one, for `select_by` and early stopping."""
+
     name: str = MISSING
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class BalancedAccuracyConfig(MetricConfig):
     name: str = "balanced_accuracy"
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class MacroF1Config(MetricConfig):
     name: str = "macro_f1"
+
+
+@config_class
+class TopKConfig(MetricConfig):
+    name: str = "topk"
+    k: int = setting(5, POSITIVE)
+    """A sample counts if its class is among the k most probable ones."""
+
+
+@config_class
+class AUROCConfig(MetricConfig):
+    name: str = "auroc"
+
+
+def check_value(key: str, value: str, metrics: Mapping[str, MetricConfig]) -> None:
+    """Check that an evaluation has the value of the key `key`, such as eval/loss; or ConfigError.
+
+    metrics: the chosen metrics by name.
+    """
+    values = ["eval/top1", "eval/loss", *(f"eval/{name}" for name in metrics)]
+    require(
+        value in values,
+        f"{key}={value} is no value of the evaluation: choose from {', '.join(values)};"
+        " metric=[NAME] adds eval/NAME",
+    )
+
+
+def is_higher_better(value: str, metrics: Mapping[str, MetricConfig]) -> bool:
+    """Return whether more of a value of the evaluation is better, such as not of eval/loss."""
+    metric = metrics.get(value.removeprefix("eval/"))
+    return value != "eval/loss" if metric is None else metric.higher_is_better
 
 
 METRICS = "ddp_trainer.scores.metrics"
@@ -28,3 +64,5 @@ register_metric(
     "balanced_accuracy", BalancedAccuracyConfig, builder=f"{METRICS}:build_balanced_accuracy"
 )
 register_metric("macro_f1", MacroF1Config, builder=f"{METRICS}:build_macro_f1")
+register_metric("topk", TopKConfig, builder=f"{METRICS}:build_topk")
+register_metric("auroc", AUROCConfig, builder=f"{METRICS}:build_auroc")

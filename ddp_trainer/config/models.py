@@ -1,18 +1,17 @@
 """The group ``model``."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import setting
+from ddp_trainer.config.errors import config_class, setting
 from ddp_trainer.registry import register_model
 
 Stem = StrEnum("Stem", ["auto", "imagenet", "small"])
 LeNetInit = StrEnum("LeNetInit", ["default", "d2l"])
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ModelConfig:
     name: str = MISSING
     weights: str | None = None
@@ -23,30 +22,30 @@ class ModelConfig:
     """Modules and parameters that are not trained; backbone: all but the last layer."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ResNet18Config(ModelConfig):
     name: str = "resnet18"
     stem: Stem = Stem.auto
-    """imagenet: 7×7 stride 2 and a max pool; small: 3×3 stride 1, no pool; auto: small for images
-    under 64 pixels.
+    """First layers, imagenet: 7×7 convolution of stride 2 and a max pool; small: 3×3 convolution of
+    stride 1, no pool; auto: small if a side of the images is below 64 pixels.
     """
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class LeNetConfig(ModelConfig):
     name: str = "lenet"
     init: LeNetInit = LeNetInit.default
-    """default: PyTorch's; d2l: weights from a normal distribution of standard deviation 0.01."""
+    """default: as in PyTorch; d2l: weights from a normal distribution, standard deviation 0.01."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class TorchvisionModelConfig(ModelConfig):
     name: str = "torchvision"
     arch: str = "resnet50"
     """Name of one of torchvision's classifiers, for example efficientnet_b0."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class TimmModelConfig(ModelConfig):
     name: str = "timm"
     arch: str = "resnet50"

@@ -1,15 +1,21 @@
 """The group ``optimizer``."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import BELOW_ONE, NOT_NEGATIVE, POSITIVE, require, setting
+from ddp_trainer.config.errors import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    config_class,
+    require,
+    setting,
+)
 from ddp_trainer.registry import register_optimizer
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class OptimizerConfig:
     skips_nonfinite: ClassVar[bool] = False
     """Whether ``step()`` skips the update if ``found_inf`` is 1, as torch's fused optimizers do."""
@@ -18,7 +24,7 @@ class OptimizerConfig:
     lr: float = setting(0.1, POSITIVE)
     """Peak learning rate; it does not depend on the global batch size unless scale_lr is true."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, added to the gradient (sgd, lars), or decoupled and times lr (adamw, lamb)."""
+    """Weight decay, added to the gradient (sgd, lars) or to the update, times lr (adamw, lamb)."""
     scale_lr: bool = False
     """Linear rule: multiply lr by global_batch_size / base_batch_size."""
     base_batch_size: int = setting(256, POSITIVE)
@@ -29,7 +35,7 @@ class OptimizerConfig:
         return self.lr * global_batch_size / self.base_batch_size if self.scale_lr else self.lr
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class MomentumConfig(OptimizerConfig):
     momentum: float = setting(0.9, BELOW_ONE)
     """Momentum factor, in [0, 1)."""
@@ -43,7 +49,7 @@ class MomentumConfig(OptimizerConfig):
         )
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class AdamConfig(OptimizerConfig):
     betas: list[float] = setting([0.9, 0.999])
     """Decay rates, in [0, 1), of the running means of the gradient and of its square."""
@@ -57,7 +63,7 @@ class AdamConfig(OptimizerConfig):
         )
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class SGDConfig(MomentumConfig):
     name: str = "sgd"
     skips_nonfinite: ClassVar[bool] = True
@@ -66,39 +72,39 @@ class SGDConfig(MomentumConfig):
     weight_decay: float = setting(5e-4, NOT_NEGATIVE)
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class AdamWConfig(AdamConfig):
     name: str = "adamw"
     skips_nonfinite: ClassVar[bool] = True
     lr: float = setting(1e-3, POSITIVE)
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class LARSConfig(MomentumConfig):
     name: str = "lars"
     lr: float = setting(5.0, POSITIVE)
-    """Peak learning rate, times the trust ratio of each layer; scaled by batch size if scale_lr."""
+    """Peak learning rate; each layer's update is also multiplied by the layer's trust ratio."""
     weight_decay: float = setting(5e-5, POSITIVE)
-    """Weight decay, added to the gradient; biases and normalization layers have none, and no trust
-    ratio.
+    """Weight decay, added to the gradient. Biases and normalization layers have no weight decay
+    and no trust ratio.
     """
     trust_coefficient: float = setting(0.001, POSITIVE)
-    """Norm of a layer's update divided by the norm of its weights, at learning rate 1."""
+    """Norm of a layer's update divided by the norm of its weights, at lr=1 without momentum."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class LAMBConfig(AdamConfig):
     name: str = "lamb"
     lr: float = setting(1e-2, POSITIVE)
-    """Peak learning rate, times the trust ratio of each layer; scaled by batch size if scale_lr."""
+    """Peak learning rate; each layer's update is also multiplied by the layer's trust ratio."""
     weight_decay: float = setting(0.01, POSITIVE)
-    """Decoupled weight decay, times lr; biases and normalization layers have none, and no trust
-    ratio.
+    """Weight decay, added to the update before the trust ratio. Biases and normalization layers
+    have no weight decay and no trust ratio.
     """
     eps: float = setting(1e-6, POSITIVE)
 
 
-register_optimizer("sgd", SGDConfig, builder="ddp_trainer.training.optimizers:build_sgd")
-register_optimizer("adamw", AdamWConfig, builder="ddp_trainer.training.optimizers:build_adamw")
-register_optimizer("lars", LARSConfig, builder="ddp_trainer.training.optimizers:build_lars")
-register_optimizer("lamb", LAMBConfig, builder="ddp_trainer.training.optimizers:build_lamb")
+register_optimizer("sgd", SGDConfig, builder="ddp_trainer.optim.optimizers:build_sgd")
+register_optimizer("adamw", AdamWConfig, builder="ddp_trainer.optim.optimizers:build_adamw")
+register_optimizer("lars", LARSConfig, builder="ddp_trainer.optim.optimizers:build_lars")
+register_optimizer("lamb", LAMBConfig, builder="ddp_trainer.optim.optimizers:build_lamb")

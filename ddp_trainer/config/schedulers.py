@@ -1,26 +1,32 @@
-"""The group ``scheduler``: the learning rate over the steps."""
-
-from dataclasses import dataclass
+"""The group ``scheduler``: the learning rate as a function of the optimizer step."""
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, UP_TO_ONE, require, rule, setting
+from ddp_trainer.config.errors import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    UP_TO_ONE,
+    config_class,
+    require,
+    rule,
+    setting,
+)
 from ddp_trainer.registry import register_scheduler
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class SchedulerConfig:
     name: str = MISSING
     warmup_epochs: float = setting(0.0, NOT_NEGATIVE)
-    """Epochs of linear warm-up; fractions are allowed."""
+    """Epochs of linear warm-up at the start, or half of the epochs if there are fewer epochs."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ConstantConfig(SchedulerConfig):
     name: str = "constant"
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class StepConfig(SchedulerConfig):
     name: str = "step"
     every_epochs: int = setting(30, POSITIVE)
@@ -29,7 +35,7 @@ class StepConfig(SchedulerConfig):
     """Factor, in (0, 1], by which the learning rate is multiplied at each drop."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class CosineConfig(SchedulerConfig):
     name: str = "cosine"
     warmup_epochs: float = setting(1.0, NOT_NEGATIVE)
@@ -37,7 +43,7 @@ class CosineConfig(SchedulerConfig):
     """Learning rate after the last step as a fraction of the peak, in [0, 1]."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class OneCycleConfig(SchedulerConfig):
     name: str = "onecycle"
     rise: float = setting(0.3, rule("between 0 and 1", lambda value: 0 < value < 1))
@@ -56,10 +62,10 @@ class OneCycleConfig(SchedulerConfig):
 
 
 register_scheduler(
-    "constant", ConstantConfig, builder="ddp_trainer.training.schedulers:build_constant"
+    "constant", ConstantConfig, builder="ddp_trainer.optim.schedulers:build_constant"
 )
-register_scheduler("step", StepConfig, builder="ddp_trainer.training.schedulers:build_step")
-register_scheduler("cosine", CosineConfig, builder="ddp_trainer.training.schedulers:build_cosine")
+register_scheduler("step", StepConfig, builder="ddp_trainer.optim.schedulers:build_step")
+register_scheduler("cosine", CosineConfig, builder="ddp_trainer.optim.schedulers:build_cosine")
 register_scheduler(
-    "onecycle", OneCycleConfig, builder="ddp_trainer.training.schedulers:build_onecycle"
+    "onecycle", OneCycleConfig, builder="ddp_trainer.optim.schedulers:build_onecycle"
 )

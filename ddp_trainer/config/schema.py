@@ -1,23 +1,35 @@
-"""The root of the config: one training run, with its choices, and the rules for several keys."""
+"""The root of the config, for one training run, and the rules that concern several keys."""
 
 import os
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from ddp_trainer import registry
-from ddp_trainer.config.data import DataConfig, DigitsConfig
-from ddp_trainer.config.errors import FREE, NAMED, POSITIVE, check_values, require, rule, setting
+from ddp_trainer.config.data import DigitsConfig
+from ddp_trainer.config.errors import (
+    AT_LEAST_ONE,
+    FREE,
+    NAMED,
+    POSITIVE,
+    check_values,
+    config_class,
+    require,
+    rule,
+    setting,
+)
+from ddp_trainer.config.images import DataConfig
 from ddp_trainer.config.loggers import JsonlConfig, LoggerConfig, TensorBoardConfig
 from ddp_trainer.config.losses import CrossEntropyConfig, LossConfig
-from ddp_trainer.config.metrics import MetricConfig
+from ddp_trainer.config.metrics import MetricConfig, check_value
 from ddp_trainer.config.models import ModelConfig, ResNet18Config
-from ddp_trainer.config.observers import ObserverConfig
+from ddp_trainer.config.observers import EarlyStoppingConfig, ObserverConfig
 from ddp_trainer.config.optimizers import OptimizerConfig, SGDConfig
 from ddp_trainer.config.schedulers import CosineConfig, SchedulerConfig
 from ddp_trainer.config.sync import DDPConfig, SyncConfig
 
 DEFAULT_NAME = "${data.name}-${model.name}-${sync.name}"
+MAX_NAME_BYTES = 200
+"""File systems allow 255, and other files are called after the run directory."""
 WEEK_SECONDS = 7 * 24 * 3600
 
 Precision = StrEnum("Precision", ["auto", "fp32", "bf16", "fp16"])
@@ -28,41 +40,55 @@ OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 OnCorruption = StrEnum("OnCorruption", ["stop", "exclude"])
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class CheckpointConfig:
     every_steps: int | None = setting(None, POSITIVE)
-    """Optimizer steps between two saves; null: only the saves at each epoch's end."""
+    """Optimizer steps between two saves, besides each epoch's end; null: no save by steps."""
     every_seconds: float | None = setting(None, POSITIVE)
-    """Seconds between two saves, by the clock of rank 0; null: no save by time."""
+    """Seconds between two saves, measured on rank 0; null: no save by time."""
     keep_last: int = setting(3, POSITIVE)
     """Number of the newest checkpoints that are kept on disk; older ones are deleted."""
     keep_best: bool = True
-    """Keep the checkpoint of the highest eval/top1 as best.pt."""
+    """Keep the checkpoint with the best value of select_by as best.pt."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class EmaConfig:
     decay: float | None = setting(
         None, rule("greater than 0 and less than 1, or null", lambda value: 0 < value < 1)
     )
-    """Decay per step of an average of the weights, which is evaluated and saved; null: none."""
+    """Decay per step of a moving average of the weights, to evaluate and save; null: no average."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class CheckConfig:
     every_steps: int | None = setting(None, POSITIVE)
-    """Steps between two checks, which compute each rank's gradient again on another rank and
-    compare; null: never.
+    """Optimizer steps between two checks. In a check each rank's gradient is computed again on
+    another rank and compared; null: no checks.
     """
     on_corruption: OnCorruption = OnCorruption.stop
-    """stop: end the job; exclude: end it, and let launch/slurm.sbatch requeue it without the faulty
-    node.
+    """After a failed check, stop: end the job; exclude: end the job, and let launch/slurm.sbatch
+    requeue the job without the faulty node.
     """
     fitness: bool = False
-    """Measure the nodes before the job starts; end it if one is 15 % slower than the others."""
+    """Measure the nodes before the start; end the job if one is 15 % below the others' median."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
+class RecoveryConfig:
+    min_ranks: int | None = setting(None, POSITIVE)
+    """Train on without a lost rank while so many are left; a rank that torchrun starts again joins.
+    null: the loss of a rank ends the job.
+    """
+    join_seconds: float = setting(60.0, POSITIVE)
+    """Seconds for which the start waits for all ranks, and fewer than min_ranks for others."""
+    silent_seconds: float = setting(10.0, AT_LEAST_ONE)
+    """A rank without heartbeats for so many seconds is lost, for example with its node. At least 1,
+    because ranks that are busy send heartbeats late.
+    """
+
+
+@config_class
 class Config:
     """The config of one training run. Batch sizes count the samples of all ranks together."""
 
@@ -72,21 +98,26 @@ class Config:
     optimizer: OptimizerConfig = setting(SGDConfig())
     scheduler: SchedulerConfig = setting(CosineConfig())
     sync: SyncConfig = setting(DDPConfig())
-    metric: dict[str, MetricConfig] = setting({}, NAMED)
+    metric: dict[str, MetricConfig] = setting({}, FREE)
     logger: dict[str, LoggerConfig] = setting(
-        {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}, NAMED
+        {"tensorboard": TensorBoardConfig(), "jsonl": JsonlConfig()}, FREE
     )
     observer: dict[str, ObserverConfig] = setting({}, NAMED)
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), FREE)
     ema: EmaConfig = setting(EmaConfig())
-    check: CheckConfig = setting(CheckConfig(), NAMED)
+    check: CheckConfig = setting(CheckConfig(), FREE)
+    recovery: RecoveryConfig = setting(RecoveryConfig(), FREE)
 
     name: str = setting(DEFAULT_NAME, FREE)
-    """The run directory is <output_dir>/<name>."""
+    """The run directory is <output_dir>/<name>. The default name is <data>-<model>-<sync>."""
     output_dir: str = setting("outputs", FREE)
     """The folder of run directories."""
     seed: int = setting(0, rule("0 to 2^63 - 1", lambda value: 0 <= value < 2**63))
     """Seed of the initial weights, the sample order and the augmentation; 0 to 2^63 - 1."""
+    select_by: str = "eval/top1"
+    """The value of an evaluation that chooses best.pt, and the best job of a sweep: eval/top1,
+    eval/loss, or eval/NAME with metric=[NAME].
+    """
     epochs: int = setting(10, POSITIVE | NAMED)
     """Passes over the training split; the last, incomplete global batch of each pass is dropped."""
     max_steps: int | None = setting(None, POSITIVE | FREE)
@@ -97,6 +128,10 @@ class Config:
     """Samples per evaluation batch over all ranks; changes speed and memory, never the result."""
     gradient_accumulation_steps: int = setting(1, POSITIVE)
     """Forward and backward passes per optimizer step; more of them need less memory."""
+    shards: int | None = setting(None, POSITIVE)
+    """Parts of a global batch, at least as many as ranks; the bits of a run then do not depend on
+    the number of ranks. null: sums over ranks are rounded in an order that depends on it.
+    """
     precision: Precision = Precision.auto
     """auto: bf16 if the hardware of every rank multiplies bf16 fast, else fp32."""
     channels_last: bool | str = setting(
@@ -105,13 +140,20 @@ class Config:
     """Keep images and weights in the memory layout NHWC; auto: true."""
     compile: bool = setting(False, NAMED)
     """Compile the model with torch.compile: the start is slower, each step is faster."""
+    cuda_graphs: bool | str = setting(
+        "auto", NAMED | rule("auto, true or false", lambda value: value in ("auto", True, False))
+    )
+    """Launch a step on a GPU as one CUDA graph, which repeats what the first steps did; auto: if
+    there is one rank, the model is lenet or resnet18, and no part of a step is a plug-in.
+    """
     deterministic: bool = setting(False, NAMED)
-    """Use deterministic algorithms, which GPU runs need to be bitwise equal; CPU runs do not."""
+    """Use deterministic algorithms. GPU runs need them to be bitwise equal; CPU runs do not."""
     num_threads: int | str = setting(
         "auto",
         FREE | rule("auto or 1 to 1024", lambda value: value in ("auto", *range(1, 1025))),
     )
-    """Threads per rank; auto: usable cores / local ranks, ignoring OMP_NUM_THREADS."""
+    """Threads per rank; auto: usable cores / local ranks, ignoring OMP_NUM_THREADS; with shards, 1.
+    """
     device: Device = setting(Device.auto, FREE)
     """auto: cuda if there is a GPU, else cpu."""
     backend: Backend = setting(Backend.auto, FREE)
@@ -119,33 +161,40 @@ class Config:
     timeout_seconds: int = setting(
         120, FREE | rule(f"1 to {WEEK_SECONDS}, a week", lambda value: 0 < value <= WEEK_SECONDS)
     )
-    """Time limit, in seconds, of the start and of a collective; a job without progress for half of
-    it is ended.
+    """Time limit, in seconds, of the start and of each collective. A job that makes no progress for
+    half of this time is ended.
     """
     max_grad_norm: float | None = setting(None, POSITIVE)
     """Gradients whose 2-norm is larger than this are scaled down to it; null: no limit."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """What to do about a loss or gradient that is not finite: stop the run, or skip that update."""
     log_every_steps: int = setting(20, POSITIVE | FREE)
-    """Optimizer steps between two log entries. The CPU waits for the GPU only for these and once a
-    second.
+    """Optimizer steps between two log entries. The CPU waits for the GPU only at log entries and
+    once a second.
     """
-    report: bool = setting(False, NAMED)
+    report: bool = setting(False, FREE)
     """Write report.html at the end of a launch, with the scores of the last evaluation."""
     resume: Resume = setting(Resume.auto, FREE)
-    """auto: from the newest checkpoint, if any; must: fail without one; never: from step 0."""
+    """auto: resume from the newest checkpoint, if there is one; must: fail if there is none; never:
+    start from step 0.
+    """
 
     def __post_init__(self) -> None:
-        if self.name == DEFAULT_NAME:  # Hydra has already resolved it in a config that it composed
+        if self.name == DEFAULT_NAME:  # a name from Hydra is already resolved
             self.name = f"{self.data.name}-{self.model.name}-{self.sync.name}"
+        if self.shards is not None and self.num_threads == "auto":
+            self.num_threads = 1  # because it must not depend on the number of ranks
         check_values(self)
         self._check_paths()
         self._check_choices()
         self._check_together()
+        self._check_evaluation_values()
+        self._check_shards()
+        self._check_recovery()
 
     @property
     def process_group(self) -> dict[str, Any]:
-        """The keyword arguments of the function ``process_group``."""
+        """The keyword arguments for the function ``distributed.process_group.process_group``."""
         return {
             key: getattr(self, key)
             for key in ("device", "backend", "num_threads", "timeout_seconds")
@@ -156,6 +205,11 @@ class Config:
             self.name not in ("", ".", "..") and "/" not in self.name and self.name.isprintable(),
             f"name={self.name!r} must be one plain name, without /: it is the run's folder in"
             " output_dir",
+        )
+        require(
+            len(self.name.encode()) <= MAX_NAME_BYTES,
+            f"name={self.name[:20]}… has {len(self.name.encode())} bytes: use at most"
+            f" {MAX_NAME_BYTES}, because it is the name of a folder",
         )
         require(
             self.output_dir != "",
@@ -169,10 +223,11 @@ class Config:
     @property
     def sections(self) -> dict[str, Any]:
         """The chosen sections of all groups by key, such as ``model`` or ``logger.jsonl``."""
-        chosen: dict[str, Any] = {}
-        for name, group in registry.GROUPS.items():
-            chosen |= group.sections(getattr(self, name))
-        return chosen
+        return {
+            key: section
+            for name, group in registry.GROUPS.items()
+            for key, section in group.sections(getattr(self, name)).items()
+        }
 
     def _check_choices(self) -> None:
         for key, chosen in self.sections.items():
@@ -192,11 +247,6 @@ class Config:
             f"global_batch_size={self.global_batch_size}",
         )
         require(
-            self.scheduler.warmup_epochs <= self.epochs,
-            f"scheduler.warmup_epochs={self.scheduler.warmup_epochs} must be at most"
-            f" epochs={self.epochs}",
-        )
-        require(
             self.backend is not Backend.nccl or self.device is not Device.cpu,
             "backend=nccl needs GPUs and does not work with device=cpu: use backend=gloo, or"
             " device=cuda",
@@ -214,10 +264,11 @@ class Config:
             " ema.decay=null",
         )
         require(
-            self.check.every_steps is None or sync.supports_check,
+            self.check.every_steps is None
+            or (sync.supports_check and getattr(sync, "batch_norm", "local") == "local"),
             f"check.every_steps={self.check.every_steps} compares the gradients of ranks, and"
-            f" sync={sync.name} has several replicas in one process: use sync=ddp, or"
-            " check.every_steps=null",
+            f" sync={sync.name} has several replicas in one process, or statistics of all ranks:"
+            " use sync=ddp with sync.batch_norm=local, or check.every_steps=null",
         )
         require(
             self.precision is not Precision.fp16 or sync.supports_fp16,
@@ -231,6 +282,49 @@ class Config:
             " do not work: use precision=fp32 and compile=false, or sync=ddp",
         )
 
+    def _check_evaluation_values(self) -> None:
+        check_value("select_by", self.select_by, self.metric)
+        for name, observer in self.observer.items():
+            if isinstance(observer, EarlyStoppingConfig) and observer.monitor is not None:
+                check_value(f"observer.{name}.monitor", observer.monitor, self.metric)
+
+    def _check_shards(self) -> None:
+        if self.shards is None:
+            return
+        sync = self.sync
+        require(
+            self.shards <= self.global_batch_size,
+            f"shards={self.shards} must be at most global_batch_size={self.global_batch_size}",
+        )
+        require(
+            self.gradient_accumulation_steps == 1,
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps} and"
+            f" shards={self.shards} exclude each other: a rank has one pass for each of its shards",
+        )
+        require(
+            sync.name in ("ddp", "none")
+            and getattr(sync, "comm_hook", "none") == "none"
+            and getattr(sync, "batch_norm", "local") == "local",
+            f"shards={self.shards} has its own way to sum gradients: use sync=ddp with"
+            " sync.comm_hook=none and sync.batch_norm=local",
+        )
+        require(
+            self.check.every_steps is None,
+            f"check.every_steps={self.check.every_steps} compares the gradients of ranks, and with"
+            f" shards={self.shards} these are sums over shards: use check.every_steps=null",
+        )
+
+    def _check_recovery(self) -> None:
+        min_ranks = self.recovery.min_ranks
+        sync = self.sync
+        require(
+            min_ranks is None
+            or (sync.supports_recovery and getattr(sync, "comm_hook", "none") != "powersgd"),
+            f"recovery.min_ranks={min_ranks} needs ranks with the same parameters and optimizer"
+            f" state, and sync={sync.name} does not keep them: use sync=ddp without powersgd, or"
+            " recovery.min_ranks=null",
+        )
+
     def check_world_size(self, world_size: int) -> None:
         """Raise ConfigError if a rank has too few samples, or `sync` needs another world size."""
         require(
@@ -238,6 +332,16 @@ class Config:
             f"global_batch_size={self.global_batch_size} must be at least the world size,"
             f" {world_size}: each rank needs a sample: raise global_batch_size, or start fewer"
             " ranks",
+        )
+        require(
+            self.shards is None or self.shards >= world_size,
+            f"shards={self.shards} must be at least the number of ranks, {world_size}: each rank"
+            " computes whole shards: start fewer ranks (shards cannot change within a run)",
+        )
+        min_ranks = self.recovery.min_ranks
+        require(
+            min_ranks is None or min_ranks <= world_size,
+            f"recovery.min_ranks={min_ranks} must be at most the number of ranks, {world_size}",
         )
         share = self.global_batch_size // world_size
         require(

@@ -1,13 +1,12 @@
 """The group ``sync``: how the replicas of a model are kept equal."""
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
 from omegaconf import MISSING
 
-from ddp_trainer.config.errors import NAMED, POSITIVE, require, rule, setting
+from ddp_trainer.config.errors import NAMED, POSITIVE, config_class, require, rule, setting
 from ddp_trainer.registry import register_sync
 
 DEVICES = rule(
@@ -15,16 +14,17 @@ DEVICES = rule(
     lambda names: re.fullmatch(r"(cpu ?)+|(cuda:\d+ ?)+", " ".join(map(str, names))) is not None,
 )
 
+BatchNorm = StrEnum("BatchNorm", ["local", "sync"])
 CommHook = StrEnum("CommHook", ["none", "fp16", "bf16", "powersgd"])
 Bucket = StrEnum("Bucket", ["parameter", "flat"])
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class SyncConfig:
     single_process: ClassVar[bool] = False
     """Whether the strategy runs in one process only."""
     point_to_point: ClassVar[bool] = False
-    """Whether it sends from rank to rank, which gloo does not support for tensors on a GPU."""
+    """Whether the strategy sends from rank to rank, which gloo cannot do with tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
     """Whether every rank has all gradients before the update, as the loss scaling of fp16 needs."""
     supports_ema: ClassVar[bool] = True
@@ -33,6 +33,10 @@ class SyncConfig:
     supports_compile: ClassVar[bool] = True
     supports_check: ClassVar[bool] = True
     """Whether a rank has one replica, whose gradient check.every_steps can compute again."""
+    supports_recovery: ClassVar[bool] = False
+    """Whether every rank has all parameters and all of the optimizer's state, and no other state
+    that would be lost with a rank.
+    """
 
     name: str = MISSING
 
@@ -45,15 +49,16 @@ class SyncConfig:
         )
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class NoSyncConfig(SyncConfig):
     name: str = "none"
     single_process: ClassVar[bool] = True
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class DDPConfig(SyncConfig):
     name: str = "ddp"
+    supports_recovery: ClassVar[bool] = True
     bucket_cap_mb: int | str = setting(
         "auto",
         NAMED
@@ -62,12 +67,16 @@ class DDPConfig(SyncConfig):
         ),
     )
     """Size in MiB of the gradient buckets that DDP sends during backward; auto: by model size."""
+    batch_norm: BatchNorm = BatchNorm.local
+    """The batch whose statistics BatchNorm uses; local: that of its rank; sync: that of all ranks,
+    so that the result does not depend on the number of ranks, except for rounding errors.
+    """
     comm_hook: CommHook = CommHook.none
     """How gradients are sent: none: unchanged; fp16, bf16: rounded; powersgd: low-rank factors."""
     powersgd_rank: int = setting(2, POSITIVE)
-    """Rank of powersgd's factors; a higher one is closer to the gradient."""
+    """Rank of powersgd's factors; a higher rank approximates the gradient better."""
     powersgd_warmup_steps: int = setting(100, rule("at least 2", lambda value: value >= 2))
-    """Gradient averages without compression at the start of a launch, two of them before step 1."""
+    """Number of uncompressed gradient averages as a launch starts; two of them precede step 1."""
 
     def cap_mb(self, gradient_bytes: float) -> int:
         """Return the size of a bucket in MiB for a model with `gradient_bytes` of gradients.
@@ -82,24 +91,26 @@ class DDPConfig(SyncConfig):
             return int(gradient_bytes / 2**20) + 1
         if isinstance(self.bucket_cap_mb, int):
             return self.bucket_cap_mb
-        # with fewer than 8 buckets, less communication overlaps
+        # because fewer than 8 buckets overlap less communication with backward
         return 25 if gradient_bytes >= 8 * 25 * 2**20 else 4
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class AllReduceConfig(SyncConfig):
     name: str = "allreduce"
+    supports_recovery: ClassVar[bool] = True
     bucket: Bucket = Bucket.flat
     """flat: all gradients in one message; parameter: one message for each parameter's gradient."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class RingConfig(SyncConfig):
     name: str = "ring"
+    supports_recovery: ClassVar[bool] = True
     point_to_point: ClassVar[bool] = True
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ParameterServerConfig(SyncConfig):
     name: str = "parameter_server"
     point_to_point: ClassVar[bool] = True
@@ -114,16 +125,16 @@ class ParameterServerConfig(SyncConfig):
         )
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class LocalSGDConfig(SyncConfig):
     name: str = "local_sgd"
     supports_fp16: ClassVar[bool] = False
     supports_ema: ClassVar[bool] = False
     every_steps: int = setting(8, POSITIVE)
-    """Optimizer steps between two averages of the parameters; each epoch's end has one too."""
+    """Optimizer steps between two averages of the parameters; an epoch's end also averages them."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class ReplicasConfig(SyncConfig):
     name: str = "replicas"
     single_process: ClassVar[bool] = True
@@ -132,7 +143,7 @@ class ReplicasConfig(SyncConfig):
     """The device of each replica: all cpu, or cuda:0, cuda:1 and so on."""
 
 
-@dataclass(kw_only=True, slots=True)
+@config_class
 class DataParallelConfig(SyncConfig):
     name: str = "data_parallel"
     single_process: ClassVar[bool] = True

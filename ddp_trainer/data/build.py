@@ -1,30 +1,29 @@
-"""Builds and checks data sets, and holds out a validation split."""
+"""Builds and checks data sets."""
 
-import math
 from collections.abc import Sequence, Sized
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from ddp_trainer import registry
-from ddp_trainer.config.data import DataConfig
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError, one_line, require
+from ddp_trainer.config.images import DataConfig
 from ddp_trainer.data.dataset import (
     Datasets,
     ImageTensors,
     Split,
-    num_samples,
+    member,
     per_sample,
     shape_of,
 )
-from ddp_trainer.distributed.seeding import generator
+from ddp_trainer.data.held_out import hold_out
 
 
 def build_datasets(config: DataConfig) -> Datasets:
     """Return the data set that `config` chooses, with a validation split if `config` asks for one.
 
-    Raises ConfigError if a file is missing or damaged, or the images do not fit the config.
+    Raises ConfigError if a file is missing or damaged, the images do not fit `config`, or the data
+    set does not fit into the memory of the host.
     """
     try:
         datasets = registry.build("data", config, returns=Datasets)
@@ -36,14 +35,21 @@ def build_datasets(config: DataConfig) -> Datasets:
             f"data={config.name} does not fit into the memory of this host: use a larger host"
         ) from error
 
-    if config.validation_fraction:
-        datasets = hold_out(datasets, config.validation_fraction)
-    return datasets
+    return hold_out(datasets, config) if config.holds_out else datasets
 
 
 def check(datasets: Datasets, config: DataConfig) -> None:
-    """Check that the data set is valid and that its images fit `config`; ConfigError if not."""
-    num_classes = len(datasets.class_names)
+    """Check that both splits are valid and that their images fit `config`; ConfigError if not."""
+    names = datasets.class_names
+    require(
+        isinstance(names, Sequence) and all(isinstance(name, str) for name in names),
+        f"data={config.name}: class_names must be a sequence of texts and is {one_line(names)}",
+    )
+    require(
+        len(set(names)) == len(names),
+        f"data={config.name}: class_names has two of the same name: {one_line(names)}",
+    )
+    num_classes = len(names)
     try:
         check_split(datasets.train, "train", num_classes=num_classes)
         check_split(datasets.eval, "eval", num_classes=num_classes)
@@ -52,7 +58,7 @@ def check(datasets: Datasets, config: DataConfig) -> None:
             raise ValueError(
                 f"images must have one shape: train has {datasets.image_shape} and eval {shape}"
             )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # TypeError: a length that is no int
         root = config.description["root"]
         name = f"data={config.name}" if root is None else f"data={config.name} data.root={root}"
         raise ConfigError(f"{name}: {error}") from error
@@ -67,16 +73,18 @@ def check(datasets: Datasets, config: DataConfig) -> None:
 
 
 def check_split(split: Split, name: str, *, num_classes: int) -> None:
-    """Check the length, and the images and labels that are in memory; ValueError if not valid."""
+    """Check the length, and the images, labels and groups that are tensors; ValueError if wrong."""
     if not isinstance(split, Sized):
         raise ValueError(f"{name} has no length: it must be ImageTensors or a map-style data set")
     if len(split) == 0:
         raise ValueError(f"{name} has no sample")
 
+    crop = member(split, "center_crop")
+    if crop not in (None, "stretch") and not (isinstance(crop, float | int) and 0 < crop <= 1):
+        raise ValueError(f"{name} center_crop={crop!r} must be above 0 and at most 1, or 'stretch'")
     count = len(split)
     if isinstance(split, ImageTensors):
         images = split.images
-        count = len(images)
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise ValueError(
                 f"{name} images must be uint8 [N, C, H, W] and are {images.dtype}"
@@ -102,71 +110,7 @@ def check_labels(labels: Tensor, name: str, *, count: int, num_classes: int) -> 
         )
 
 
-def hold_out(datasets: Datasets, fraction: float) -> Datasets:
-    """Return `Datasets` whose evaluation split is a random part of the training split.
-
-    The part is the same for every seed. It is `fraction` of a split in memory. Of a streamed split
-    with ``groups``, it has whole groups, at most `fraction` of the samples; with ``labels``, it has
-    the same share of each class, to within one image, and never a whole class.
-    """
-    split = datasets.train
-    groups = per_sample(split, "groups")
-    labels = None if isinstance(split, ImageTensors) else per_sample(split, "labels")
-    count = num_samples(split)
-    if groups is not None:
-        held_out = choose_groups(groups, fraction)
-    else:
-        held_out = choose_samples(torch.zeros(count) if labels is None else labels, fraction)
-    require(
-        bool(held_out.any()),
-        f"data.validation_fraction={fraction} of {count} training images holds out no image: raise"
-        " data.validation_fraction, or, if every class has a single image, add images",
-    )
-    return Datasets(
-        train=select(split, (~held_out).nonzero()[:, 0]),
-        eval=select(split, held_out.nonzero()[:, 0]),
-        class_names=datasets.class_names,
-    )
-
-
-def choose_groups(groups: Tensor, fraction: float) -> Tensor:
-    """Return a mask of the samples, bool [N], that covers random whole groups. groups: [N]."""
-    _, numbers, sizes = groups.unique(return_inverse=True, return_counts=True)
-    free = math.floor(fraction * len(groups))
-    chosen: list[int] = []
-    for group in torch.randperm(len(sizes), generator=generator(0, purpose="validation")).tolist():
-        size = int(sizes[group])
-        if size <= free:
-            free -= size
-            chosen.append(group)
-    return torch.isin(numbers, torch.tensor(chosen, dtype=torch.int64))
-
-
-def choose_samples(labels: Tensor, fraction: float) -> Tensor:
-    """Return a mask of the samples, bool [N], that covers `fraction` of each class. labels: [N]."""
-    order = torch.randperm(len(labels), generator=generator(0, purpose="validation"))
-    classes = [order[labels[order] == label] for label in labels.unique()]
-    mask = torch.zeros(len(labels), dtype=torch.bool)
-    counts = held_out_counts([len(samples) for samples in classes], fraction)
-    for samples, count in zip(classes, counts, strict=True):
-        mask[samples[:count]] = True
-    return mask
-
-
-def held_out_counts(sizes: Sequence[int], fraction: float) -> list[int]:
-    """Return `fraction` of each size, rounded so that the sum is right, and less than the size."""
-    counts: list[int] = []
-    total = 0
-    for size in sizes:
-        total += size
-        missing = round(fraction * total) - sum(counts)
-        highest = min(missing, math.ceil(fraction * size), size - 1)
-        counts.append(max(math.floor(fraction * size), highest))
-    return counts
-
-
-def select(split: Split, ids: Tensor) -> Split:
-    """Return the part of `split` with the samples `ids`, int64 [N]."""
-    if isinstance(split, ImageTensors):
-        return ImageTensors(split.images[ids], split.labels[ids])
-    return Subset(split, ids.tolist())
+def class_counts(split: Split, num_classes: int) -> Tensor | None:
+    """Return the number of samples of each class, int64 [num_classes]; None if it is unknown."""
+    labels = per_sample(split, "labels")
+    return None if labels is None else torch.bincount(labels.cpu(), minlength=num_classes)

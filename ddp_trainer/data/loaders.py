@@ -1,14 +1,15 @@
-"""The loaders of a run: batches of this rank, augmented and normalized on the device."""
+"""The loaders of a run: they yield this rank's batches, augmented and normalized on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.data import DataConfig
-from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.config.images import DataConfig
+from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.dataset import (
     Datasets,
     ImageTensors,
@@ -16,12 +17,45 @@ from ddp_trainer.data.dataset import (
     Split,
     member,
 )
-from ddp_trainer.data.mixing import Mixing, build_mixing
-from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.data.readers import Reader, ResidentReader, SampleReader
+from ddp_trainer.data.mixing import draw_mix, mix_pairs
+from ddp_trainer.data.readers import SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
+from ddp_trainer.data.sampling import build_draw
 from ddp_trainer.distributed.world import World
 from ddp_trainer.runtime import usable_cores
+
+
+class ResidentReader:
+    """Reads batches of images that stay in the memory of `device`."""
+
+    def __init__(self, images: ImageTensors, *, device: torch.device) -> None:
+        self.pixels = images.images.to(device)
+        self.labels = images.labels.to(device)
+        self.device = device
+        """The device to which the ids of samples are copied before `read`."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(
+        self, batches: Iterable[Tensor], crops: Iterable[Tensor] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield images, uint8 [B, C, H, W], and labels, int64 [B], on the device.
+
+        batches: the ids of each batch, int64 [B]. crops: ignored.
+        """
+        for ids in batches:
+            ids = ids.to(self.device, non_blocking=True)
+            yield self.pixels.index_select(0, ids), self.labels.index_select(0, ids)
+
+
+Reader = ResidentReader | SampleReader
+
+
+def read_images(reader: Reader, ids: Tensor) -> Tensor:
+    """Return the images of the samples `ids`, not augmented: int64 [B] -> uint8 [B, C, H, W]."""
+    [(pixels, _)] = reader.read([ids])
+    return pixels
 
 
 class Batch(NamedTuple):
@@ -30,16 +64,16 @@ class Batch(NamedTuple):
     images: Tensor
     """float32 [B, C, H, W], normalized."""
     labels: Tensor
-    """int64 [B], `NO_LABEL` for a bad sample; with mixup or CutMix: float32 [B, classes]."""
+    """int64 [B], `NO_LABEL` for a bad sample. Mixed images: probabilities, float32 [B, classes]."""
     ids: Tensor
-    """int64 [B]: the positions of the samples in the data set."""
+    """int64 [B]: the indices of the samples in the split."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainLoader:
-    """Training batches: whole batches are cropped, mirrored, erased and mixed at once.
+    """Yields this rank's training batches of the sampler's epoch, from `sampler.step` on.
 
-    Iterating yields this rank's batches of the sampler's epoch, from `sampler.step` on.
+    Each augmentation is one operation on a whole batch.
     """
 
     reader: Reader
@@ -47,108 +81,114 @@ class TrainLoader:
     augmentation: Augmentation
     normalize: Normalize
     device: torch.device
-    mixing: Mixing | None = None
+    num_classes: int
 
     def __iter__(self) -> Iterator[Batch]:
-        sampler = self.sampler
-        first_step = sampler.step
-        order = sampler.order()
-        positions = self.positions()
-        params = {
-            name: values[positions]
-            for name, values in self.augmentation.draw(len(order), epoch=sampler.epoch).items()
-        }
-        ids = order[positions]
+        first_step = self.sampler.step
+        ids, params = self.draw_epoch()
         batches = self.reader.read(ids.to(self.reader.device), params.pop("crops", None))
 
         # Ids and random parameters of the epoch are copied to the device at once, because a copy in
         # each step would make the host wait.
-        own_ids = ids[:, : sampler.local_batch_size].to(self.device)
+        own_ids = ids[:, : self.sampler.local_batch_size].to(self.device)
         params = {name: values.to(self.device) for name, values in params.items()}
         for row, (pixels, labels) in enumerate(batches):
-            step = first_step + row
-            images = self.augment(
+            images, labels = self.augment(
                 pixels.to(self.device, non_blocking=True),
+                labels.to(self.device, non_blocking=True),
                 {name: values[row] for name, values in params.items()},
-                step,
+                step=first_step + row,
             )
-            labels = labels.to(self.device, non_blocking=True)
-            if self.mixing is not None:
-                images, labels = self.mix(self.mixing, images, labels, step)
             yield Batch(images, labels, own_ids[row])
 
-    def positions(self) -> Tensor:
-        """Return the positions, in the epoch's order, of the samples to read: int64 [steps, B].
+    def draw_epoch(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the ids of this rank's samples and the parameters of `Augmentation.draw` for them.
 
-        With mixup or CutMix and more than one rank, they are int64 [steps, 2 · B]: this rank's
-        samples, then the samples to mix them with.
+        Both are on the CPU and have a row for each remaining batch of the epoch: [steps, B, …]. If
+        images are mixed and there are several ranks, B then counts the samples to mix with too.
         """
-        positions = self.sampler.positions()
-        if self.mixing is None or self.sampler.num_replicas == 1:
-            return positions
-        size = self.sampler.global_batch_size
-        partners = positions // size * size + (positions + 1) % size
-        return torch.cat([positions, partners], dim=1)
+        sampler = self.sampler
+        order = sampler.order()
+        positions = sampler.positions()
+        if self.augmentation.is_mixing and sampler.num_replicas > 1:
+            # [steps, 2 · B]: this rank's samples, then the samples to mix them with
+            size = sampler.global_batch_size
+            partners = positions // size * size + (positions + 1) % size
+            positions = torch.cat([positions, partners], dim=1)
+        params = {
+            name: values[positions]
+            for name, values in self.augmentation.draw(len(order), epoch=sampler.epoch).items()
+        }
+        return order[positions], params
 
-    def augment(self, pixels: Tensor, params: dict[str, Tensor], step: int) -> Tensor:
-        """Return images of the epoch's global batch `step`, augmented and normalized.
-
-        pixels: uint8 [B, C, H, W] -> float32 [B, C, H, W].
-        """
-        augmentation = self.augmentation
-        cropped = augmentation.crop(pixels, params)
-        changed = augmentation.transform(cropped, epoch=self.sampler.epoch, step=step)
-        return augmentation.erase(self.normalize(changed), params)
-
-    def mix(
-        self, mixing: Mixing, images: Tensor, labels: Tensor, step: int
+    def augment(
+        self, pixels: Tensor, labels: Tensor, params: dict[str, Tensor], *, step: int
     ) -> tuple[Tensor, Tensor]:
-        """Return images and labels, each mixed with the next one in global batch `step`.
+        """Return this rank's images of global batch `step`, float32 [B, C, H, W], and the labels.
 
-        The last one is mixed with the first. With one rank, `images` and `labels` are the whole
-        batch; else this rank's samples, then those to mix them with.
+        pixels: uint8 [B, C, H, W]. params: the rows of `Augmentation.draw` for `pixels`.
+
+        With mixup or CutMix, each image is mixed with the next image of the global batch, and the
+        last with the first. If there are several ranks, `pixels` and `labels` then have the length
+        2 · B: this rank's images, then the images to mix them with.
         """
+        epoch = self.sampler.epoch
+        cropped = self.augmentation.crop(pixels, params)
+        changed = self.augmentation.transform(cropped, epoch=epoch, step=step)
+        images = self.augmentation.erase(self.normalize(changed), params)
+        if not self.augmentation.is_mixing:
+            return images, labels
         if self.sampler.num_replicas == 1:
             images = torch.cat([images, images.roll(-1, 0)])
             labels = torch.cat([labels, labels.roll(-1, 0)])
-        return mixing.apply(images, labels, mixing.draw(epoch=self.sampler.epoch, step=step))
+        mix = draw_mix(self.augmentation, epoch=epoch, step=step)
+        return mix_pairs(images, labels, mix, num_classes=self.num_classes)
 
 
+@dataclass(frozen=True, slots=True)
 class EvaluationLoader:
-    """Yields each sample of the evaluation split once, without padding.
+    """Yields this rank's batches of the evaluation split.
 
-    Rank r of W takes every W-th sample from r on.
+    Rank r of W takes every W-th sample, from sample r on, or every W-th whole batch. All ranks
+    together yield each sample once, so the number of batches may differ between ranks.
     """
 
-    def __init__(
-        self, reader: Reader, normalize: Normalize, world: World, *, batch_size: int
-    ) -> None:
-        self.reader = reader
-        self.normalize = normalize
-        self.device = world.device
-        # empty if rank >= samples
-        self.ids = torch.arange(len(reader))[world.rank :: world.world_size]
-        self.local_batch_size = max(1, batch_size // world.world_size)
+    reader: Reader
+    normalize: Normalize
+    world: World
+    batch_size: int
+    """Number of samples in a batch, summed over all ranks."""
+    are_batches_whole: bool = False
+    """Whether a batch is that of one rank, so that batches do not depend on the number of ranks."""
 
     def __iter__(self) -> Iterator[Batch]:
-        parts = self.ids.split(self.local_batch_size) if len(self.ids) else ()
+        device = self.world.device
+        rank = self.world.rank
+        ranks = self.world.world_size
+        ids = torch.arange(len(self.reader))
+        if self.are_batches_whole:
+            parts = ids.split(self.batch_size)[rank::ranks]
+        else:
+            own_ids = ids[rank::ranks]
+            # A rank may have no sample; split would then return one empty batch.
+            parts = own_ids.split(max(1, self.batch_size // ranks)) if len(own_ids) else ()
         for ids, (pixels, labels) in zip(parts, self.reader.read(parts), strict=True):
-            images = self.normalize(pixels.to(self.device, non_blocking=True))
-            labels = labels.to(self.device, non_blocking=True)
-            yield Batch(images, labels, ids.to(self.device, non_blocking=True))
+            images = self.normalize(pixels.to(device, non_blocking=True))
+            labels = labels.to(device, non_blocking=True)
+            yield Batch(images, labels, ids.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaders:
-    """The two loaders of a run, and their data."""
+    """The two loaders of a run, and the data sets that they read."""
 
     train: TrainLoader
     eval: EvaluationLoader
     datasets: Datasets
     preprocessing: dict[str, Any]
-    """The preprocessing of a model's input, as it is saved in checkpoints."""
+    """Mean, std, image shape and center crop of the model's input, for checkpoints."""
     bad_samples: list[tuple[str, str]]
-    """Name and reason of each bad image of this rank, to which readers append."""
+    """(name, reason) of each bad sample that this rank has read; readers append to this list."""
 
     @property
     def sampler(self) -> GlobalBatchSampler:
@@ -165,37 +205,52 @@ def build_loaders(
     global_batch_size: int,
     eval_batch_size: int,
     memory_format: torch.memory_format,
+    share: range | None = None,
 ) -> Loaders:
-    """Return the loaders of this rank for the two splits."""
+    """Return this rank's loaders. The batch sizes are the numbers of samples over all ranks.
+
+    share: the positions of this rank's samples in each global batch. If they are given, evaluation
+    batches are whole; None: every W-th sample.
+    """
     shape = datasets.image_shape
     num_classes = len(datasets.class_names)
     bad_samples: list[tuple[str, str]] = []
 
-    def reader(split: Split) -> Reader:
-        return build_reader(
-            split, config, image_shape=shape, num_classes=num_classes, world=world, bad=bad_samples
-        )
-
+    reader = partial(
+        build_reader,
+        config=config,
+        image_shape=shape,
+        num_classes=num_classes,
+        world=world,
+        bad=bad_samples,
+    )
     normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
-    size = {"height": shape[1], "width": shape[2], "seed": seed}
     train = reader(datasets.train)
     sampler = GlobalBatchSampler(
-        train,
+        len(train),
         global_batch_size=global_batch_size,
-        num_replicas=world.world_size,
         rank=world.rank,
+        world_size=world.world_size,
         seed=seed,
+        share=share,
+        draw=build_draw(config.sampling, datasets.train, num_classes),
     )
     return Loaders(
         train=TrainLoader(
             train,
             sampler,
-            augmentation=Augmentation(config.augment, **size),
+            augmentation=Augmentation(config.augment, height=shape[1], width=shape[2], seed=seed),
             normalize=normalize,
             device=world.device,
-            mixing=build_mixing(config.augment, num_classes=num_classes, **size),
+            num_classes=num_classes,
         ),
-        eval=EvaluationLoader(reader(datasets.eval), normalize, world, batch_size=eval_batch_size),
+        eval=EvaluationLoader(
+            reader(datasets.eval),
+            normalize,
+            world,
+            batch_size=eval_batch_size,
+            are_batches_whole=share is not None,
+        ),
         datasets=datasets,
         preprocessing={
             "mean": config.mean,
@@ -209,14 +264,14 @@ def build_loaders(
 
 def build_reader(
     split: Split,
-    config: DataConfig,
     *,
+    config: DataConfig,
     image_shape: Shape,
     num_classes: int,
     world: World,
     bad: list[tuple[str, str]],
 ) -> Reader:
-    """Return the reader of a split. bad: the reader appends name and reason of each bad sample."""
+    """Return the reader of `split`, which appends (name, reason) of each bad sample to `bad`."""
     if isinstance(split, ImageTensors):
         return ResidentReader(split, device=world.device)
     return SampleReader(
@@ -231,7 +286,7 @@ def build_reader(
 
 
 def num_readers(num_workers: int | str, *, local_world_size: int) -> int:
-    """Return the number of threads that read; for auto, 2 to 16: one per usable core of a rank."""
+    """Return the number of reading threads; auto: usable cores / ranks of this node, 2 to 16."""
     if isinstance(num_workers, int):
         return num_workers
     return min(16, max(2, usable_cores() // local_world_size))

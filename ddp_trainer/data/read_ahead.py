@@ -1,4 +1,4 @@
-"""Threads that read in advance."""
+"""A generator for which a pool of threads reads items in advance."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -14,13 +14,13 @@ R = TypeVar("R")
 def read_ahead(
     begin: Callable[[ThreadPoolExecutor, T], R], items: Iterable[T], *, num_threads: int, ahead: int
 ) -> Generator[R]:
-    """Yield ``begin(pool, item)`` for each item in order, called for `ahead` items in advance.
+    """Yield ``begin(pool, item)`` for each item in order; `begin` is called `ahead` items earlier.
 
-    begin: submits work to the pool of `num_threads` threads, and returns the futures of this work.
-    All threads have ended when the generator is closed or exhausted.
+    begin: submits work to `pool`, which has `num_threads` threads, and returns its futures. When
+    the generator is closed or exhausted, waiting work is cancelled and all threads have ended.
     """
-    # One thread an operation: torch's default, a thread for each core, would compete with the other
-    # threads of the pool and with the training.
+    # torch uses one thread for each operation of a pool thread. Its default, one per core, would
+    # compete with the other pool threads and with the training.
     pool = ThreadPoolExecutor(max(1, num_threads), "reader", torch.set_num_threads, (1,))
     begun = deque[R]()
     try:

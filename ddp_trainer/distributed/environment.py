@@ -1,9 +1,9 @@
 """The environment variables, cores, network interface and versions of this process.
 
-Imports no torch.
+This module imports no torch.
 
-Other modules may set environment variables and pass them on to processes that they start, but they
-read none.
+Only this module reads environment variables. Other modules may set them, and pass them on to
+processes that they start.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.runtime import usable_cores as usable_cores
@@ -28,7 +28,7 @@ from ddp_trainer.version import __version__
 SIOCGIFADDR = 0x8915
 """The ioctl that returns the IPv4 address of a network interface, from Linux's sockios.h."""
 PR_SET_PDEATHSIG = 1
-"""The option of prctl that sets the signal for the end of the parent, from Linux's prctl.h."""
+"""The option of prctl for a signal when the parent process ends, from Linux's prctl.h."""
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 FIX = (
@@ -45,12 +45,14 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    torchrun_ranks: int = 1
+    """The number of ranks of the torchrun process that has started this one."""
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
     under_torchrun: bool = False
     has_agent_store: bool = False
-    """Whether torchrun's own process has the rendezvous store, so that a rank can connect to it at
-    any time.
+    """Whether a torchrun process, not rank 0, runs the rendezvous store, so that a rank can connect
+    to it at any time.
     """
     is_restart: bool = False
     """Whether this rank was started before in this launch: torchrun restarted it, or SLURM requeued
@@ -63,7 +65,7 @@ class Environment:
     stop_file: Path | None = None
     """A graceful stop begins when this file appears: DDP_TRAINER_STOP_FILE."""
     command: str | None = None
-    """The command that continues this run, where a launch script knows it: DDP_TRAINER_COMMAND."""
+    """The command that resumes this run, if a launch script has set it: DDP_TRAINER_COMMAND."""
     job_secret: str = field(default="", repr=False)
     """The secret that the nodes of this job share, if there is one: DDP_TRAINER_JOB_SECRET."""
 
@@ -87,19 +89,19 @@ class Environment:
         return self.world_size == self.local_world_size
 
     def record_start(self) -> None:
-        """Write a file that makes `is_restart` true in later starts.
+        """Write a file that makes `is_restart` true when torchrun starts this rank again.
 
-        torchrun's own count omits restarts for a new node.
+        torchrun's restart count is not enough, because it omits restarts for a new node.
         """
         if marker := _start_marker(self.error_file):
-            with suppress(OSError):  # a full disk must not end a start
+            with suppress(OSError):  # a full disk must not prevent the start
                 marker.write_text(str(os.getpid()))
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return the `Environment` from torchrun's variables, or for a single process.
+    """Return the `Environment` from torchrun's variables; without them, for a single process.
 
-    Raises ConfigError if they are wrong.
+    Raises ConfigError if the variables are wrong, or some of them are missing.
     """
     error_file = variables.get("TORCHELASTIC_ERROR_FILE")
     stop_file = variables.get("DDP_TRAINER_STOP_FILE")
@@ -115,9 +117,15 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     if not _is_under_torchrun(variables):
         return environment
     ranks: dict[str, Any] = {name.lower(): _count(name, variables) for name in COUNTS}
+    torchrun_ranks = ranks["local_world_size"]
+    if variables.get("DDP_TRAINER_LOCAL_RANK"):
+        # each rank has a torchrun of its own, which counts one rank on the node
+        ranks["local_rank"] = _count("DDP_TRAINER_LOCAL_RANK", variables)
+        ranks["local_world_size"] = _count("DDP_TRAINER_LOCAL_WORLD_SIZE", variables)
     return replace(
         environment,
         **ranks,
+        torchrun_ranks=torchrun_ranks,
         master_addr=variables["MASTER_ADDR"],
         under_torchrun=True,
         error_file=error_file,
@@ -149,7 +157,7 @@ def _was_started(error_file: str | None) -> bool:
 def _start_marker(error_file: str | None) -> Path | None:
     """Return the path of the file that `record_start` writes; None without torchrun's error file.
 
-    Each torchrun process has one such file for each local rank, the same after a restart.
+    Each local rank of a torchrun process has a different path, which a restart does not change.
     torchrun's error file is ``<folder of the torchrun process>/attempt_<restart count>/<local
     rank>/error.json``.
     """
@@ -162,15 +170,15 @@ def _start_marker(error_file: str | None) -> Path | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks; ConfigError if one is not installed."""
+    """Return the versions that must be equal on all ranks; ConfigError if a package is missing."""
     versions = {"ddp_trainer": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "torchvision"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             fix = (
-                "run 'make', or use a Python that has it (launch scripts: PYTHON, slurm.sbatch:"
-                " DDP_TRAINER_PYTHON)"
+                "run 'make', or use a Python that has it (set the environment variable"
+                " DDP_TRAINER_PYTHON for slurm.sbatch, PYTHON for local.sh and multinode.sh)"
             )
             raise ConfigError(f"{package} is not installed in {sys.prefix}: {fix}") from None
     for decoder in ("torchcodec", "pillow"):  # other versions may decode pixels differently
@@ -196,8 +204,13 @@ def c_compilers(variables: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return (variables["CC"],) if variables.get("CC") else ("clang", "gcc")
 
 
+def starts_incomplete(variables: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun does not wait for the torchrun processes of all nodes."""
+    return variables.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
+
+
 def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names that CUDA_VISIBLE_DEVICES has for the `count` GPUs of this process."""
+    """Return the first `count` entries of CUDA_VISIBLE_DEVICES, or "0", "1", … if it is not set."""
     names = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return [name.strip() for name in names.split(",")][:count]
 
@@ -213,24 +226,73 @@ def limit_spinning(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def end_with_launcher(variables: Mapping[str, str] = os.environ) -> None:
-    """Make Linux kill this process when torchrun ends.
+    """Request that Linux kills this process when torchrun, its parent, ends.
 
-    A signal can end torchrun while it starts ranks, and leave them running.
+    Otherwise a signal that ends torchrun while it starts ranks could leave ranks running.
     """
     if "TORCHELASTIC_RUN_ID" in variables and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def exit_rank(code: int) -> NoReturn:
+    """End this process without Python's cleanup.
+
+    The cleanup may abort the process if it has DDP modules, or if other ranks have ended before.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def set_interface(
     environment: Environment, variables: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set the interface of gloo and NCCL to the one towards rank 0, unless the user has set it."""
+    """Set the network interface of gloo and NCCL to the one that routes to the host of rank 0.
+
+    Variables that the user has set are kept. Raises the ConfigError of `check_interface`.
+    """
+    check_interface(variables)
     is_one_node = environment.is_one_node
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not is_one_node:
-            # without =, NCCL matches name prefixes
+            # without =, NCCL takes the value as a prefix of names
             variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def check_interface(variables: Mapping[str, str] = os.environ) -> None:
+    """Check the interfaces that the user has chosen for gloo.
+
+    Raises:
+        ConfigError: this node does not have such an interface, or it has no address.
+    """
+    known = interfaces_with_address()
+    chosen = variables.get("GLOO_SOCKET_IFNAME", "")
+    for name in filter(None, chosen.split(",")):
+        require(
+            name in known,
+            f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this node that has an"
+            f" address: choose from {', '.join(known)}, or unset it",
+        )
+
+
+def interfaces_with_address() -> list[str]:
+    """Return the network interfaces of this node that have an IPv4 or IPv6 address."""
+    with_address = set()
+    with suppress(OSError):  # a kernel without IPv6
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        with_address = {line.split()[-1] for line in lines}
+    return [
+        name for _, name in socket.if_nameindex() if name in with_address or ipv4_address_of(name)
+    ]
+
+
+def ipv4_address_of(interface: str) -> str | None:
+    """Return the IPv4 address of a network interface; None if it has none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        return socket.inet_ntoa(reply[20:24])
+    return None
 
 
 def interface_towards(host: str) -> str | None:
@@ -238,8 +300,6 @@ def interface_towards(host: str) -> str | None:
     with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: the kernel only looks up the route
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an IPv4 address
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(reply[20:24]) == probe.getsockname()[0]:
-                    return name
+            if ipv4_address_of(name) == probe.getsockname()[0]:
+                return name
     return None

@@ -14,13 +14,14 @@ from ddp_trainer.config.errors import ConfigError
 class GracefulStop:
     """A flag that is set by SIGTERM, SIGINT or the stop file.
 
-    Raises ConfigError if the stop file's folder cannot be read.
+    Use as a context manager: leaving the context restores the former signal handlers, and `is_set`
+    keeps its value. A second SIGINT within a second ends the process at once.
 
-    A second SIGINT within a second ends the process at once. SIGHUP, which a closed terminal sends,
-    is ignored if torchrun has not started this process, or if nohup or a launch script has set it
-    to be ignored. Otherwise it sets the flag, because torchrun gets the signal too and ends its
-    ranks. Use as a context manager: leaving it restores the former signal handlers, and `is_set`
-    keeps its value.
+    A closed terminal sends SIGHUP. This process ignores SIGHUP if torchrun has not started this
+    process, or if nohup or a launch script has already set SIGHUP to be ignored. Otherwise SIGHUP
+    sets the flag, because torchrun gets the signal too and ends its ranks.
+
+    Raises ConfigError if the folder of the stop file cannot be read.
     """
 
     def __init__(self, stop_file: Path | None = None, *, under_torchrun: bool = False) -> None:
@@ -39,7 +40,7 @@ class GracefulStop:
 
     def __enter__(self) -> Self:
         handlers: dict[int, Any] = {signal.SIGTERM: self._handle, signal.SIGINT: self._handle}
-        # nohup and the launch scripts ignore it
+        # nohup and the launch scripts ignore SIGHUP, and this must stay so
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = self._handle if self.under_torchrun else signal.SIG_IGN
         self._former = [

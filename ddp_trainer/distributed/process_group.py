@@ -5,18 +5,39 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ddp_trainer.config.errors import ConfigError, TransientError, require
+from ddp_trainer.config.errors import ConfigError, TransientError, one_line, require
 from ddp_trainer.config.schema import Backend, Device
-from ddp_trainer.distributed.environment import Environment, set_interface, usable_cores
+from ddp_trainer.distributed.environment import (
+    Environment,
+    check_interface,
+    set_interface,
+    usable_cores,
+)
+from ddp_trainer.distributed.membership import Membership, Round
 from ddp_trainer.distributed.rendezvous import announce_busy, join_round
 from ddp_trainer.distributed.world import World
 
 T = TypeVar("T")
+
+
+FORMING_TIMEOUT = timedelta(seconds=10)
+"""Time limit for the connections of a new round."""
+MAX_UNFORMED = 10
+"""How many groups in a row may fail before they are complete, because members were lost."""
+
+# torch 2.14 has a public name
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+
+class _Own:
+    """The process group of the package's own collectives, which all jobs of a sweep share."""
+
+    group: Any = None
 
 
 @contextmanager
@@ -27,14 +48,19 @@ def process_group(
     backend: Backend,
     num_threads: int | str,
     timeout_seconds: int,
+    membership: Membership | None = None,
 ) -> Iterator[World]:
     """Join the process group, yield this rank's `World`, and leave the group. Collective.
 
-    A process joins at most once: the later jobs of a sweep use the group of the first. Every
-    reference to a DDP module must be gone at the end of the context.
+    If this process is already in a group, as in a sweep, the context uses that group and does not
+    leave it. The caller must delete every reference to a DDP module before the context ends.
+    membership: chooses the ranks of the group; None: they are all ranks that torchrun started.
 
-    Raises ConfigError if this machine lacks the device or the backend; TimeoutError, which names
-    the ranks that did not join within `timeout_seconds`.
+    Raises:
+        ConfigError: this machine lacks the device, the backend or the interface that is chosen in
+            GLOO_SOCKET_IFNAME, or the group has another backend.
+        TransientError: no group of `membership` could be formed.
+        TimeoutError: ranks did not join within `timeout_seconds`; the message names them.
     """
     torch_device, chosen = choose_device(device, backend, environment)
     if isinstance(num_threads, str):  # auto
@@ -44,8 +70,13 @@ def process_group(
         torch.cuda.set_device(torch_device)
 
     was_initialized = dist.is_initialized()
-    if not was_initialized:
-        _join(environment, torch_device, chosen, timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    members = None
+    if membership is not None:
+        members = _join_members(membership, torch_device, chosen, timeout)
+    elif not was_initialized:
+        _join(environment, torch_device, chosen, timeout)
+        _Own.group = dist.new_group(backend=chosen, timeout=timeout)
     require(
         dist.get_backend() == chosen,
         f"backend={chosen} differs from the first job's, but a sweep shares one process group:"
@@ -53,13 +84,14 @@ def process_group(
     )
 
     yield World(
-        rank=environment.rank,
-        world_size=environment.world_size,
+        rank=members.rank_of(environment.rank) if members else environment.rank,
+        world_size=len(members.slots) if members else environment.world_size,
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
         device=torch_device,
         backend=chosen,
         num_threads=num_threads,
+        group=_Own.group,
     )
 
     # Not after an exception, because other ranks may be gone and the traceback keeps DDP modules
@@ -73,7 +105,7 @@ def choose_device(
 ) -> tuple[torch.device, str]:
     """Return the torch device and the name of the backend.
 
-    Raises ConfigError if this machine lacks one of them.
+    Raises ConfigError if GPUs are needed, and this machine has none or fewer than local ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # a driver may be too old
     ranks = environment.local_world_size
@@ -97,6 +129,7 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
     rank = environment.rank
     world_size = environment.world_size
     store: dist.Store = dist.HashStore()
+    check_interface()
     if environment.under_torchrun:
         set_interface(environment)
         environment.record_start()
@@ -113,11 +146,45 @@ def _join(environment: Environment, device: torch.device, backend: str, timeout:
     )
 
 
-def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
-    """Call ``attempt()`` before joining; return a function that returns the result after joining.
+def _join_members(
+    membership: Membership, device: torch.device, backend: str, timeout: timedelta
+) -> Round:
+    """Join the process group of the next round.
 
-    All ranks must call that function with the group's `World`. It returns the result, or raises on
-    all ranks the ConfigError or TransientError that ``attempt()`` has raised on one of them.
+    Raises:
+        TransientError: no group could be formed, though members are left.
+    """
+    reason = ""
+    for _ in range(MAX_UNFORMED):
+        members, store = membership.next_round()
+        try:
+            with membership.connections.opened_inside():
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=members.rank_of(membership.slot),
+                    world_size=len(members.slots),
+                    timeout=FORMING_TIMEOUT,
+                    device_id=device if backend == "nccl" else None,
+                )
+                _Own.group = dist.new_group(backend=backend, timeout=FORMING_TIMEOUT)
+        except RuntimeError as error:  # a member was lost before the group was complete
+            reason = one_line(error)
+            membership.leave_round()
+            shutdown()
+            continue
+        for group in (None, _Own.group):
+            _set_timeout(timeout, group)
+        return members
+    raise membership.fail(f"{MAX_UNFORMED} process groups in a row could not be formed: {reason}")
+
+
+def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:
+    """Call ``attempt()`` before joining; return a function that gives the result after joining.
+
+    All ranks must call this function with the group's `World`. It returns the result of
+    ``attempt()``, or raises on all ranks the ConfigError or TransientError that ``attempt()`` has
+    raised on any rank.
     """
     outcome: Future[T] = Future()
     with announce_busy(environment):
@@ -131,8 +198,9 @@ def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[Wor
 def shutdown() -> None:
     """Leave the process group, if any.
 
-    The caller must have deleted all DDP modules: one may abort Python at exit.
+    The caller must have deleted all DDP modules: a remaining one may abort Python at exit.
     """
     gc.collect()  # DDP modules are in reference cycles
     if dist.is_initialized():
         dist.destroy_process_group()
+        _Own.group = None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp_trainer.distributed.environment import Environment
 
 BUSY = "busy"
-"""A counter in the store. A rank that prepares data adds 1 to it, so that the others wait on."""
+"""A counter in the store. A rank that prepares data adds 1 regularly, so that others wait on."""
 BUSY_SECONDS = 2.0
 POLL_SECONDS = 0.02
 
@@ -22,7 +22,7 @@ POLL_SECONDS = 0.02
 def announce_busy(environment: Environment) -> Iterator[None]:
     """Restart the timeout of other ranks in `join_round` every `BUSY_SECONDS` inside the context.
 
-    Only possible if a torchrun process, not rank 0, runs the store.
+    This does nothing if rank 0 runs the store, because rank 0's store may not exist yet.
     """
     is_alone = environment.world_size == 1 or dist.is_initialized()
     if is_alone or not environment.has_agent_store:
@@ -33,7 +33,7 @@ def announce_busy(environment: Environment) -> Iterator[None]:
     def announce() -> None:
         store: dist.Store | None = None
         while not done.wait(BUSY_SECONDS):
-            # the others have given up, and torchrun ends this rank
+            # An error means that the other ranks have given up; torchrun then ends this rank.
             with suppress(RuntimeError, ValueError):
                 store = store or next(dist.rendezvous("env://"))[0]
                 store.add(BUSY, 1)
@@ -50,18 +50,20 @@ def announce_busy(environment: Environment) -> Iterator[None]:
 def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return a view of `store` for the ranks of the latest (re)start only. Collective.
 
-    torchrun keeps its store when it restarts the ranks, and with it the addresses of processes that
-    have ended: gloo would connect to those, and fail or wait forever. So each process writes a
-    random nonce to the store, in place of the nonce of its rank's former process. Rank 0 publishes
-    a name for the start with the nonces in the store, of which some may still be those of former
-    processes. A process accepts the name only if its own nonce is among them.
+    When torchrun restarts the ranks, its store still has the addresses of processes that have
+    ended. gloo would connect to these addresses, and fail or wait forever. So each process writes a
+    random nonce to the store, which replaces the nonce of its rank's former process. Rank 0
+    publishes a round: a random name, and all nonces in the store, of which some may still be those
+    of former processes. A process joins the round only if the round has its own nonce. The keys of
+    the returned view begin with the name of the round.
 
     Raises TimeoutError, which names the missing ranks.
     """
     nonce = uuid.uuid4().hex
     own_name = uuid.uuid4().hex
     arrived = [f"arrived/{r}" for r in range(world_size)]
-    joined = ["", *arrived[1:]]  # until rank 0 publishes a name with this nonce: rank 0 is missing
+    # Rank 0 counts as missing until it publishes a round with this nonce.
+    joined = ["", *arrived[1:]]
     store.set(arrived[rank], nonce)
     for _ in _polls(store, timeout):
         if rank == 0:
@@ -71,7 +73,7 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
             continue
         joined = [f"{name}/joined/{r}" for r in range(world_size)]
         store.set(joined[rank], "")
-        # other ranks ask for one key only: there may be thousands
+        # only rank 0 checks the keys of all ranks, because there may be thousands
         if rank == 0 and store.check(joined):
             store.set(f"{name}/complete", "")
         if store.check([f"{name}/complete"]):
@@ -89,7 +91,7 @@ def _publish_name(store: dist.Store, name: str, arrived: list[str]) -> None:
 
 
 def _accepted_name(store: dist.Store, nonce: str) -> str | None:
-    """Return the name of the start that rank 0 has published, None if it does not have `nonce`."""
+    """Return the name of the round that rank 0 has published; None if no round has `nonce`."""
     if not store.check(["round"]):
         return None
     name, *nonces = json.loads(store.get("round"))
@@ -97,7 +99,7 @@ def _accepted_name(store: dist.Store, nonce: str) -> str | None:
 
 
 def _polls(store: dist.Store, timeout: timedelta) -> Iterator[None]:
-    """Yield every `POLL_SECONDS`, until `timeout` has passed since a rank was busy last."""
+    """Yield every `POLL_SECONDS`, until `timeout` has passed since `BUSY` last changed."""
     num_busy = None
     deadline = 0.0
     while True:

@@ -1,7 +1,6 @@
 """Counter-based seeds: randomness as a pure function of (seed, epoch, step, purpose).
 
-There is no random state that a checkpoint has to store, and the seeds do not depend on the number
-of ranks.
+So a checkpoint has no random state to store, and the seeds do not depend on the number of ranks.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""How fast this node computes and moves memory: a matrix product, and copies of a large tensor."""
+"""Measures the speed of this node: a matrix product, and the copy of a large tensor in memory."""
 
 import sys
 import time
@@ -12,11 +12,14 @@ MATMUL = "matrix product"
 BANDWIDTH = "memory bandwidth"
 UNITS = {MATMUL: "GFLOP/s", BANDWIDTH: "GB/s"}
 SECONDS = 3.0
-"""How long each speed is measured: long enough to show slowdowns by heat and by other programs."""
+"""Duration of each measurement; it is long enough to show slowdowns by heat or other programs."""
 
 
 def measure_fitness(device: torch.device, *, num_threads: int) -> dict[str, float]:
-    """Return the GFLOP/s of a float32 matrix product, and the GB/s that a copy reads and writes."""
+    """Return two speeds of `device`: GFLOP/s of a float32 matrix product, and GB/s of a copy.
+
+    The GB/s count the bytes that are read and the bytes that are written.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     size, length = (8192, 2**26) if device.type == "cuda" else (1024, 2**25)
@@ -30,7 +33,7 @@ def measure_fitness(device: torch.device, *, num_threads: int) -> dict[str, floa
 
 
 def calls_per_second(function: Callable[[], object], device: torch.device) -> float:
-    """Return how often ``function()`` runs in a second, over `SECONDS`."""
+    """Return the calls of ``function()`` per second, measured for `SECONDS` after a first call."""
     function()
     synchronize(device)
     began = time.perf_counter()
@@ -45,7 +48,7 @@ def calls_per_second(function: Callable[[], object], device: torch.device) -> fl
 
 
 def measure_node(*, num_threads: int, use_gpus: bool) -> dict[str, float]:
-    """Print and return the lowest `measure_fitness` of this node's GPUs, or else of its CPU."""
+    """Print and return this node's speeds by name: the lowest over its GPUs, or else its CPU's."""
     num_gpus = torch.cuda.device_count() if use_gpus else 0
     devices = [torch.device("cuda", number) for number in range(num_gpus)] or [torch.device("cpu")]
     rates = [measure_fitness(device, num_threads=num_threads) for device in devices]

@@ -1,4 +1,4 @@
-"""The models, one file each, built from their configs."""
+"""The models, built from their configs, and the loading, freezing and averaging of weights."""
 
 from torch import nn
 
@@ -10,12 +10,11 @@ from ddp_trainer.models.fine_tuning import freeze, load_weights
 def build_model(
     config: ModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return the model that `config` chooses for images of ``image_shape = (channels, height,
-    width)``.
+    """Return the model that `config` chooses. image_shape: channels, height and width.
 
-    Its parameters are drawn from torch's global generator, which must have the same seed on all
-    ranks. Raises ConfigError if the model does not take such images, or the file of its weights
-    does not match it.
+    Initial parameters are drawn from torch's global generator, which must have the same seed on all
+    ranks. Raises ConfigError if the model does not accept images of this shape, or if model.weights
+    or model.freeze does not fit the model.
     """
     model = registry.build(
         "model", config, image_shape=image_shape, num_classes=num_classes, returns=nn.Module

@@ -1,6 +1,6 @@
 """LeNet with 20 and 50 channels, average pooling and 128 hidden units."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.models import LeNetConfig, LeNetInit
@@ -17,7 +17,8 @@ class LeNet(nn.Sequential):
         self, config: LeNetConfig, *, image_shape: tuple[int, int, int], num_classes: int
     ) -> None:
         channels, height, width = image_shape
-        padding = 3 if min(height, width) < 14 else 0  # digits have 8×8 pixels
+        # Without padding, nothing would be left of images below 14 pixels, for example data=digits.
+        padding = 3 if min(height, width) < 14 else 0
         rows, columns = (((side + 2 * padding - 2) // 2 - 4) // 2 for side in (height, width))
         require(
             rows > 0 and columns > 0,
@@ -42,3 +43,10 @@ class LeNet(nn.Sequential):
                     nn.init.normal_(parameter, std=0.01)
                 else:
                     nn.init.zeros_(parameter)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the logits: float32 [B, C, H, W] -> [B, classes]."""
+        # torch 2.11 does not compile the forward method of `nn.Sequential` itself.
+        for layer in self:
+            input = layer(input)
+        return input

@@ -6,15 +6,16 @@ from torchvision.models import ResNet, resnet18
 from ddp_trainer.config.models import ResNet18Config, Stem
 
 SMALL = 64
-"""Images with a side of fewer pixels get the small stem by default."""
+"""With stem=auto, images with a side below this number of pixels get the small stem."""
 
 
 def build_resnet18(
     config: ResNet18Config, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> ResNet:
-    """Return ResNet-18 with the stem (first layers) of the config.
+    """Return ResNet-18 with the stem (the first layers) that `config.stem` chooses.
 
-    auto is the small stem if a side is below `SMALL` pixels; it does not reduce the resolution.
+    The small stem does not reduce the resolution of the image.
+
     Source: He et al., Deep Residual Learning for Image Recognition, 2015 (arXiv 1512.03385); the
     small stem is that of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
     """

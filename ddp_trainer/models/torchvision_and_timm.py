@@ -1,4 +1,4 @@
-"""The classifiers of torchvision and timm, by name, for images of any shape that they allow."""
+"""Builds the classifiers of torchvision and timm, for any shape of images that they accept."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,30 +7,23 @@ import torch
 from torch import nn
 from torchvision import models
 
-from ddp_trainer.config.errors import ConfigError, require, suggestion
+from ddp_trainer.config.errors import ConfigError, one_line, require, suggestion
 from ddp_trainer.config.models import TimmModelConfig, TorchvisionModelConfig
-
-WITHOUT_AUXILIARY = {"aux_logits": False, "init_weights": True}
 
 
 def build_torchvision(
     config: TorchvisionModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return torchvision's `config.arch`; ConfigError if it is unknown or refuses such images."""
+    """Return torchvision's `config.arch`; ConfigError if it does not exist or fit the images."""
     channels, height, width = image_shape
     check_name(config.arch, models.list_models(module=models), library="torchvision")
     options: dict[str, Any] = {}
     if config.arch.startswith("vit_"):
-        require(
-            height == width,
-            f"model.arch={config.arch} needs square images, not {height}×{width}: crop images or"
-            " change model.arch",
-        )
         options = {"image_size": height}
     elif config.arch == "maxvit_t":
         options = {"input_size": (height, width)}
     elif config.arch in ("googlenet", "inception_v3"):
-        options = WITHOUT_AUXILIARY
+        options = {"aux_logits": False, "init_weights": True}
 
     def build() -> nn.Module:
         model = models.get_model(config.arch, weights=None, num_classes=num_classes, **options)
@@ -44,9 +37,9 @@ def build_torchvision(
 def build_timm(
     config: TimmModelConfig, *, image_shape: tuple[int, int, int], num_classes: int
 ) -> nn.Module:
-    """Return timm's `config.arch`; ConfigError if it is unknown or refuses such images."""
+    """Return timm's model `config.arch`; ConfigError if it does not exist or fit the images."""
     try:
-        import timm  # takes a second to import, and is an extra
+        import timm  # here, because it takes a second to import and may not be installed
     except ModuleNotFoundError as error:
         raise ConfigError("model=timm needs timm: pip install 'ddp_trainer[timm]'") from error
     check_name(config.arch.partition(".")[0], timm.list_models(), library="timm")
@@ -71,22 +64,22 @@ def check_name(arch: str, names: Sequence[str], *, library: str) -> None:
 def build_for(
     build: Callable[[], nn.Module], *, arch: str, image_shape: tuple[int, int, int]
 ) -> nn.Module:
-    """Return the result of `build` after a test with a black image; ConfigError if either fails."""
+    """Return the model from `build`, tested with an image of zeros; ConfigError if this fails."""
     try:
         model = build()
         with torch.no_grad():
             model.eval()(torch.zeros(1, *image_shape))
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"model.arch={arch} does not take images of the shape {tuple(image_shape)} ({reason}):"
-            " change the size of the images (data.image_size for image files), or model.arch"
+            f"model.arch={arch} does not take images of the shape {tuple(image_shape)}"
+            f" ({one_line(error)}): change the size of the images (data.image_size for image"
+            " files), or model.arch"
         ) from error
     return model.train()
 
 
 def replace_first_convolution(model: nn.Module, channels: int) -> None:
-    """Give the first convolution of `model` new random weights for `channels` input channels."""
+    """Replace the weights of the first convolution by random ones for `channels` input channels."""
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
     first.in_channels = channels
     first.weight = nn.Parameter(

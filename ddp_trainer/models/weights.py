@@ -1,4 +1,4 @@
-"""The weights of a model: as tensors by name, and their moving average."""
+"""Loads and lists the weights of a model, and averages them over the steps."""
 
 import copy
 from collections import OrderedDict
@@ -12,17 +12,24 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 def load_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the parameters and buffers of `model`; RuntimeError if they do not match.
 
-    torch keeps the versions of modules in the attribute ``_metadata`` of a state dict; files lack
-    it. Some modules reject a state dict without it (MNASNet of torchvision), so it is copied from
-    `model`.
+    Tensors of another type do not match, because converted ones may be infinite. ``_metadata``,
+    which files lack, is that of `model`, because torchvision's MNASNet needs this attribute.
     """
+    own = model.state_dict()
+    for name, value in tensors.items():
+        if name in own and value.dtype != own[name].dtype:
+            raise RuntimeError(f"{name} is {value.dtype}, and must be {own[name].dtype}")
     state = OrderedDict(tensors)
-    state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    state._metadata = own._metadata  # type: ignore[attr-defined]
     model.load_state_dict(state)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of `model` by name: the parameters themselves, and copies of buffers."""
+    """Return the tensors of `model` by name: the parameters themselves, and copies of buffers.
+
+    Buffers are copied, because `RunState` calls this function while they have their mean over
+    ranks, and gives them this rank's own values again before the tensors are saved.
+    """
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return {
         name: value.clone() if name in buffers else value
@@ -31,10 +38,12 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class AveragedWeights:
-    """A copy of a model whose parameters and BatchNorm statistics are averages over the steps.
+    """A copy of a model with moving averages of the parameters and BatchNorm statistics.
 
-    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992;
-    torch's `AveragedModel` is not used, because it reads a counter from the device in each step.
+    The averages are exponential. torch's `AveragedModel` is not used, because it waits for the
+    device in each step to read a counter.
+
+    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -49,7 +58,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the average with the weights of the model; to be called after each step."""
+        """Update the averages with the weights of the model. Called after each step."""
         averages, values = zip(*self.pairs, strict=True)
         self.average(averages, values, 0)
         for counter, value in self.counters:

@@ -1,1 +1,1 @@
-"""Observers: one file per watcher of a training. Training emits events and imports none of them."""
+"""Observers, whose methods the package `training` calls at events, without importing them."""

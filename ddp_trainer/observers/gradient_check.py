@@ -1,32 +1,32 @@
-"""The check for silent corruption: gradients are computed again on another rank, and compared."""
+"""The check for silent data corruption: another rank recomputes each gradient, to compare them."""
 
-import platform
+import re
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import multimode
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ddp_trainer.config.errors import require
-from ddp_trainer.sync.base import start_exchange, wait_for
+from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.buffers import preserved_buffers
 from ddp_trainer.sync.fingerprint import DesynchronizedError, bit_sum, rank_outside_majority
 from ddp_trainer.training.step import TrainStep
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""By dtype: the largest difference of two sums over a gradient, divided by its norm."""
-Shifted = tuple[list[dist.Work], Tensor, Tensor]
-"""Requests to wait for, then images and labels, which are valid after them."""
-TAG = 1
-"""The tag of this check's messages, which keeps them apart from those of the strategy."""
+"""By the dtype of the computation: the largest difference between the sums of two ranks (`sums_of`)
+that counts as rounding, divided by the 2-norm of the gradient.
+"""
 
 
 class CorruptionError(DesynchronizedError):
-    """A rank computed another gradient from the same images, or has other parameters."""
+    """Two ranks computed different gradients from the same images, or have different parameters.
+
+    rank: the faulty rank; None if it is not known.
+    """
 
     def __init__(self, message: str, rank: int | None) -> None:
         super().__init__(message)
@@ -34,174 +34,170 @@ class CorruptionError(DesynchronizedError):
 
 
 class GradientCheck:
-    """Compares each rank's gradient with that which the next rank computes from the same images.
+    """Compares each rank's gradient with the gradient of the next rank from the same images.
 
     Every ``every_steps`` steps, before the optimizer uses the gradients, each rank r sends its
     share of the batch to rank r + 1, which computes the gradient again. If the two gradients
-    differ, rank r + 2 computes a third one, which shows which rank is wrong. Collective: every rank
-    must construct one.
+    differ, rank r + 2 computes the gradient too, which shows which rank is wrong (all ranks modulo
+    the world size). The check compares sums over the gradients, not single elements.
+    Collective: every rank must construct a GradientCheck.
     """
 
     def __init__(self, step: TrainStep, *, every_steps: int, deterministic: bool) -> None:
         """Prepare to check `step`; ConfigError if the backend cannot send batches between ranks.
 
-        deterministic: whether GPUs repeat results exactly, as CPUs do. If so, equal hardware must
-        give equal bits.
+        deterministic: whether a GPU that repeats a computation gives the same bits, as a CPU does.
+        If so, gradients of ranks with equal hardware must be bitwise equal.
         """
+        world = step.world
         require(
-            step.world.device.type == "cpu"
-            or step.world.backend != "gloo"
-            or step.world.world_size == 1,
+            world.device.type == "cpu" or world.backend != "gloo" or world.world_size == 1,
             f"check.every_steps={every_steps} sends batches between ranks, which backend=gloo"
             " cannot do for GPUs: use backend=nccl, or check.every_steps=null",
         )
         self.step = step
-        self.world = step.world
+        self.world = world
         self.every_steps = every_steps
+        self.is_pending = False
+        """Whether a check is due, maybe since an earlier step, when parameters differed by rank."""
         self.parameters = [
             parameter for parameter in step.model.parameters() if parameter.requires_grad
         ]
-        self.hosts: list[str] = self.world.all_gather_object(socket.gethostname())
-        machines = self.world.all_gather_object(machine(self.world.device))
-        is_repeatable = self.world.device.type == "cpu" or deterministic
+        self.hosts: list[str] = world.all_gather_object(socket.gethostname())
+        machines = world.all_gather_object(machine(world.device))
+        is_repeatable = world.device.type == "cpu" or deterministic
         self.tolerance = None
         """One of `TOLERANCES`; None if gradients must be bitwise equal."""
         if not is_repeatable or len(set(machines)) > 1:
-            is_tf32 = self.world.device.type == "cuda" and torch.backends.cudnn.allow_tf32
-            fp32 = torch.float16 if is_tf32 else torch.float32  # TF32 has as many digits as float16
+            is_tf32 = world.device.type == "cuda" and torch.backends.cudnn.allow_tf32
+            # TF32 has as many mantissa bits as float16
+            fp32 = torch.float16 if is_tf32 else torch.float32
             self.tolerance = TOLERANCES[step.settings.autocast_dtype or fp32]
-        self.checked: int | None = None
-        """The last step that was checked, or that after which this launch began."""
-        self._prints: dict[Tensor, Tensor] = {}
+        self._sums: dict[Tensor, Tensor] = {}
+        """The result of `sums_of` for the gradient of each parameter, in a step that is checked."""
         self._hooks: list[RemovableHandle] = []
-        self._batch: Shifted | None = None
 
     def is_due(self) -> bool:
-        """Return whether to check the next step: every `every_steps` steps.
+        """Return whether to check the next step. Must be called before each step.
 
-        The check is postponed while the parameters differ between ranks.
+        The check is postponed while the parameters differ between ranks, as in sync=local_sgd.
         """
-        before = self.step.count if self.checked is None else self.checked
-        self.checked = before
-        is_later = (self.step.count + 1) // self.every_steps > before // self.every_steps
-        return is_later and self.step.sync.is_synchronized
+        self.is_pending |= (self.step.count + 1) % self.every_steps == 0
+        return self.is_pending and self.step.sync.is_synchronized
 
     def before_forward(self, images: Tensor, labels: Tensor) -> None:
-        """If this step is to be checked, record each gradient as soon as backward has computed it.
+        """If this step is checked, let hooks record the sums of each gradient during backward.
 
-        It is recorded before it is averaged. Also begins to send the batch to the next rank: the
-        transfer goes on while this rank computes the step.
+        Hooks are necessary because DDP averages gradients over ranks before backward ends.
         """
         if not self.is_due():
             return
 
-        def take(parameter: Tensor) -> None:
+        def record(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._prints[parameter] = self.describe(parameter.grad)
+            self._sums[parameter] = self.sums_of(parameter.grad)
 
-        self._prints.clear()
-        self._batch = self.start_shift(images, labels, shift=1)
+        self._sums.clear()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(take) for parameter in self.parameters
+            parameter.register_post_accumulate_grad_hook(record) for parameter in self.parameters
         ]
 
     def before_optimizer(self, images: Tensor, labels: Tensor) -> None:
-        """Compare each rank's gradient with the next rank's, and the parameters of all ranks.
+        """If this step is checked, compare gradients of rank pairs, and the parameters of all.
 
-        images, labels: this rank's batch, as given to `before_forward`. Collective.
+        images, labels: this rank's share of the batch, as in `before_forward`. Collective.
 
         Raises:
             CorruptionError: on all ranks, if gradients or parameters differ.
         """
-        if self._batch is None:
+        if not self._hooks:
             return
         for hook in self._hooks:
             hook.remove()
-        self.checked = self.step.count + 1
-        own = self.combine([self._prints.get(parameter) for parameter in self.parameters])
-        again = self.recompute(self._batch, shift=1)
-        self._batch = None
-        model = exact_bit_sum(self.parameters)
-        table = torch.stack(self.world.all_gather(torch.cat([own, again, model]))).cpu()
-        owns, agains, models = table.split([len(own), len(again), 1], dim=1)
-        agains = agains.roll(-1, 0)
-        sums = models[:, 0].tolist()
-        if len(set(sums)) > 1:
-            self.fail(rank_outside_majority(sums), "holds other parameters than the rest")
-        pairs = zip(owns, agains, strict=True)
-        differing = [rank for rank, pair in enumerate(pairs) if not self.are_equal(*pair)]
+        self._hooks.clear()
+        self.is_pending = False
+
+        own = self.gather(torch.stack(list(self._sums.values())).sum(0))
+        second = self.recompute(images, labels, shift=1)
+        models = self.gather(exact_bit_sum(self.parameters)).flatten().tolist()
+        if models.count(models[0]) < len(models):
+            self.fail(rank_outside_majority(models), "holds other parameters than the rest")
+        differing = [
+            rank for rank in range(len(own)) if not self.are_equal(own[rank], second[rank])
+        ]
         if differing:
-            again = self.recompute(self.start_shift(images, labels, shift=2), shift=2)
-            third = torch.stack(self.world.all_gather(again)).cpu().roll(-2, 0)
-            self.decide(owns, agains, third, differing)
+            third = self.recompute(images, labels, shift=2)
+            self.fail(
+                self.wrong_rank(own, second, third, differing),
+                "computed another gradient than other ranks from the same images",
+            )
 
-    def decide(self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]) -> None:
-        """Raise CorruptionError, which names the rank with wrong gradients, if that is clear.
+    def wrong_rank(
+        self, own: Tensor, second: Tensor, third: Tensor, differing: Sequence[int]
+    ) -> int | None:
+        """Return the rank that computed wrong gradients; None if the votes do not name one rank.
 
-        own, second, third: float64 [W, n], W = world size. Row r has results of `combine` for the
-        batch of rank r: in `own` the result of rank r, in `second` that of rank r + 1, in `third`
-        that of rank r + 2 (modulo W). differing: the numbers of the rows in which `own` and
-        `second` differ.
+        own, second, third: float64 [W, n], W = world size. Row r has the sums of the gradient for
+        the batch of rank r. Rank r computed the row in `own`, rank r + 1 (modulo W) the row in
+        `second`, rank r + 2 the row in `third`. differing: the rows in which `own` and `second`
+        differ.
         """
-        votes: Counter[int | None] = Counter()
-        ranks = self.world.world_size
-        for rank in differing:
-            if self.are_equal(second[rank], third[rank]):
-                votes[rank] += 1
-            elif ranks > 2:
-                votes[(rank + 1) % ranks] += 1
-                votes[rank] += not self.are_equal(own[rank], third[rank])
-        (rank, count), (_, next_count), *_ = [*votes.most_common(2), (None, 0), (None, 0)]
-        self.fail(
-            rank if count > next_count else None,
-            "computed another gradient than other ranks from the same images",
-        )
+        votes = []
+        for row in differing:
+            if self.are_equal(second[row], third[row]):
+                votes.append(row)
+            # not with 2 ranks, because then one rank has computed both `own` and `third`
+            elif len(own) > 2 and self.are_equal(own[row], third[row]):
+                votes.append((row + 1) % len(own))
+        most_votes = multimode(votes)
+        return most_votes[0] if len(most_votes) == 1 else None
 
     def fail(self, rank: int | None, what: str) -> None:
-        """Raise CorruptionError: `rank` (None: an unknown rank) did `what`."""
-        who = f"one of the ranks (on {', '.join(dict.fromkeys(self.hosts))})"
-        if rank is not None:
-            who = f"rank {rank} on {self.hosts[rank]}"
+        """Raise CorruptionError: its message says that `rank` (None: some rank) did `what`."""
+        who = "one of the ranks" if rank is None else f"rank {rank} on {self.hosts[rank]}"
         raise CorruptionError(
             f"{who} {what}, in step {self.step.count + 1}: nothing of this step was used or saved;"
-            " the cause is faulty memory, a faulty processor, or code that is not deterministic",
+            " the memory or processor of a node is faulty, or code is not deterministic: resume on"
+            " other nodes, or make the code deterministic",
             rank,
         )
 
-    def start_shift(self, images: Tensor, labels: Tensor, *, shift: int) -> Shifted:
-        """Begin to send the batch to rank r + `shift`, and to receive that of rank r - `shift`.
+    def recompute(self, images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
+        """Compute each rank's gradient on another rank; return the sums, float64 [ranks, n].
 
-        r is this rank. images: [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
+        Row r has the sums of the gradient for the batch of rank r, which rank r + `shift` (modulo
+        the number of ranks) computes. n is 1 or 3 (see `sums_of`). Collective.
+        images: this rank's [B, C, H, W], labels: [B] or [B, classes]; B differs by rank.
         """
-        rank = self.world.rank
-        ranks = self.world.world_size
-        source = (rank - shift) % ranks
-        target = (rank + shift) % ranks
-        if source == rank:
-            return [], images, labels
-        length = len(range(source, self.step.settings.global_batch_size, ranks))
-        image_operations, received_images = transfer(images, length, source=source, target=target)
-        label_operations, received_labels = transfer(labels, length, source=source, target=target)
-        requests = start_exchange([*image_operations, *label_operations])
-        return requests, received_images, received_labels
-
-    def recompute(self, batch: Shifted, *, shift: int) -> Tensor:
-        """Return `combine` of the gradient of the batch of rank r - `shift`; r is this rank."""
-        requests, images, labels = batch
-        wait_for(requests)
         step = self.step
-        source = (self.world.rank - shift) % self.world.world_size
+        ranks = self.world.world_size
+        source = (self.world.rank - shift) % ranks
+        if source != self.world.rank:
+            length = len(range(source, step.settings.global_batch_size, ranks))
+            target = (self.world.rank + shift) % ranks
+            images = pass_on(images, length, self.world, source=source, target=target)
+            labels = pass_on(labels, length, self.world, source=source, target=target)
         step.seed(rank=source)
-        gradients: list[Tensor | None] = [None] * len(self.parameters)
+        gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         with preserved_buffers(step.model):
             for part in step.split(images, labels):
-                loss, *_ = step.loss(step.model, *part)
-                found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-                gradients = [add(*pair) for pair in zip(gradients, found, strict=True)]
-        return self.combine([None if one is None else self.describe(one) for one in gradients])
+                loss, *_ = step.compute_loss(step.model, *part)
+                torch._foreach_add_(
+                    gradients, torch.autograd.grad(loss, self.parameters, materialize_grads=True)
+                )
+        sums = torch.stack([self.sums_of(gradient) for gradient in gradients]).sum(0)
+        return self.gather(sums).roll(-shift, 0)
 
-    def describe(self, gradient: Tensor) -> Tensor:
-        """Return sums that stand for `gradient`: float64 [1] for bitwise comparison, else [3]."""
+    def gather(self, vector: Tensor) -> Tensor:
+        """Return every rank's `vector`, [n], as one tensor on the CPU, [W, n]. Collective."""
+        return torch.stack(self.world.all_gather(vector)).cpu()
+
+    def sums_of(self, gradient: Tensor) -> Tensor:
+        """Return sums over `gradient` to compare: float64 [1] for bitwise comparison, else [3].
+
+        The caller adds the sums of all parameters. For bitwise comparison, this addition is exact
+        (see `exact_bit_sum`).
+        """
         if self.tolerance is None:
             return exact_bit_sum([gradient])
         flat = gradient.detach().double().contiguous().view(-1)
@@ -209,59 +205,50 @@ class GradientCheck:
         # The sums of the squares, of the elements, and of the elements with pseudo-random signs.
         return torch.stack([flat.square().sum(), flat.sum(), (flat * signs).sum()])
 
-    def combine(self, prints: Sequence[Tensor | None]) -> Tensor:
-        """Return one vector from results of `describe` for all parameters; None: no gradient."""
-        size = 1 if self.tolerance is None else 3
-        empty = torch.zeros(size, dtype=torch.float64, device=self.world.device)
-        vectors = [empty if one is None else one for one in prints]
-        return torch.cat(vectors) if self.tolerance is None else torch.stack(vectors).sum(0)
-
     def are_equal(self, first: Tensor, second: Tensor) -> bool:
-        """Return whether two vectors from `combine` are equal, up to rounding with a tolerance."""
+        """Return whether two results of `sums_of` are equal, bitwise or within `tolerance`."""
         if self.tolerance is None:
             return torch.equal(first, second)
         are_finite = [bool(vector.isfinite().all()) for vector in (first, second)]
-        if not all(are_finite):  # gradients of fp16 sometimes overflow
+        if not all(are_finite):  # gradients of fp16 may overflow, on both ranks alike
             return not any(are_finite)
         norm = max(float(first[0]), float(second[0])) ** 0.5
         return bool(((first - second)[1:].abs() <= self.tolerance * norm).all())
 
 
-def add(total: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients, maybe in place; None: a parameter has no gradient."""
-    if total is None or new is None:
-        return new if total is None else total
-    return total.add_(new)
-
-
 def exact_bit_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return `bit_sum` as float64 [1], of which 52 bits are exact."""
-    return (bit_sum(tensors) % 2**52).double()[None]
+    """Return the low 40 bits of `bit_sum`, float64 [1]: the sum of 2^13 such numbers is exact."""
+    return (bit_sum(tensors) % 2**40).double()[None]
 
 
-def transfer(
-    mine: Tensor, length: int, *, source: int, target: int
-) -> tuple[list[dist.P2POp], Tensor]:
-    """Return operations that send `mine` to rank `target` and receive from rank `source`.
+def pass_on(tensor: Tensor, length: int, world: World, *, source: int, target: int) -> Tensor:
+    """Send `tensor`, [B, …], to rank `target`; return the tensor of rank `source`, [length, …].
 
-    mine: [B, …]. The second result is the received tensor, [length, …] in the memory format of
-    `mine`, valid after the operations.
+    The result has the memory format of `tensor`. Collective.
     """
-    # A dense copy is sent as its memory, so that the received batch has the same strides.
-    sent = torch.empty_like(mine).copy_(mine)
-    shape = (length, *mine.shape[1:])
-    strides = (mine[0].numel(), *sent.stride()[1:])
-    received = torch.empty_strided(shape, strides, dtype=mine.dtype, device=mine.device)
-    out, into = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (sent, received))
-    receive = dist.P2POp(dist.irecv, into, source, tag=TAG)
-    return [receive, dist.P2POp(dist.isend, out, target, tag=TAG)], received
+    # The memory of dense copies is sent, so that the received batch has the same strides.
+    sent = torch.empty_like(tensor).copy_(tensor)
+    received = torch.empty_strided(
+        (length, *tensor.shape[1:]),
+        (tensor[0].numel(), *sent.stride()[1:]),
+        dtype=tensor.dtype,
+        device=tensor.device,
+    )
+    out, into = (dense.as_strided((dense.numel(),), (1,)) for dense in (sent, received))
+    world.exchange(send=[(out, target)], receive=[(into, source)])
+    return received
 
 
 def machine(device: torch.device) -> str:
-    """Return what decides how `device` rounds: its model; for a CPU also instructions, threads."""
+    """Return the model of `device`; for a CPU, also its instruction set and number of threads.
+
+    These decide how results are rounded: where they are equal, results are bitwise equal.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")  # on Linux
-    lines = info.read_text().splitlines() if info.exists() else [platform.machine()]
-    model = next((line for line in lines if line.startswith("model name")), lines[0])
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    models = re.findall("model name.*", info.read_text()) if info.exists() else []
+    return (
+        f"{models[:1]}, {torch.backends.cpu.get_cpu_capability()}, "
+        f"{torch.get_num_threads()} threads"
+    )

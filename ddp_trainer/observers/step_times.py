@@ -2,21 +2,21 @@
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ddp_trainer.distributed.waiting import waiting
+from ddp_trainer.distributed.world import waiting
 from ddp_trainer.observers.utilization import utilization_per_rate
 from ddp_trainer.training.phase import OWN_WORK, TAGS, Phase
 from ddp_trainer.training.run import Observer, TrainingRun
 
 
 class Instant(NamedTuple):
-    """A time: the clock of the host, the CPU time of the thread, and on a GPU a stream's event."""
+    """A point in time: the host's clock and the thread's CPU time in seconds, and a CUDA event."""
 
     clock: float
     on_processor: float
@@ -24,11 +24,11 @@ class Instant(NamedTuple):
 
 
 class StepTimer:
-    """The time of a log window by phase, by the host's clock on a CPU and by events on a GPU.
+    """Measures the time of a log window by phase: by the host's clock, or by events on a GPU.
 
-    Communication is the part that does not overlap with computing. For DDP, this is the time from
-    the last gradient to the end of backward; for a strategy that communicates after backward, it is
-    the whole time of communication.
+    The time of communication is only the part that does not overlap with computation. For DDP, it
+    is the time from the last gradient to the end of backward; for a strategy that communicates
+    after backward, it is the whole time of communication.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -36,7 +36,7 @@ class StepTimer:
         self.rates: list[float] = []
         """Images per second of each window so far, over all ranks."""
         # Backward goes from a model's end to its beginning, so that the gradient of the first
-        # parameter is ready last. Frozen parameters have none.
+        # parameter is ready last. Frozen parameters have no gradient.
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         first = next(trained, None)
         if first is not None:
@@ -50,7 +50,7 @@ class StepTimer:
         self.ready: Instant | None = None
 
     def enter(self, phase: Phase) -> None:
-        """End the current phase and begin `phase`. A step begins when its batch has arrived."""
+        """End the current phase and begin `phase`; a step is counted when its batch has arrived."""
         if phase is Phase.between_steps and self.begins[-1][0] is Phase.data:
             self.steps += 1
         if self.ready is not None:  # set by the last backward in the phase that ends now
@@ -59,47 +59,62 @@ class StepTimer:
         self.ready = None
 
     def own_times(self) -> list[list[float]]:
-        """Return the times of `OWN_WORK` of each step, then the off-processor part of each.
+        """Return for each step the seconds in each phase of `OWN_WORK`, then their idle parts.
 
-        The times are in seconds. The off-processor part is that in which this thread ran on no
-        core: it waited, was stopped, or another thread used the core. On a GPU this part is 0, and
-        this call waits for the device. A step begins with its data phase.
+        The idle part is the time in which this thread ran on no core: it waited, was stopped, or
+        another thread used the core. On a GPU the idle part is 0, and this call waits for the
+        device. A step begins with its data phase.
         """
-        self.enter(Phase.control_point)
         steps: list[list[float]] = []
-        for (phase, start), (_, end) in pairwise(self.begins):
+        for phase, seconds, idle in self._spans():
             if phase is Phase.data or not steps:
                 steps.append([0.0] * 2 * len(OWN_WORK))
             if phase in OWN_WORK:
                 place = OWN_WORK.index(phase)
-                steps[-1][place] += elapsed(start, end)
-                steps[-1][len(OWN_WORK) + place] += off_processor(start, end)
-        return steps[-self.steps :] if self.steps else []
+                steps[-1][place] += seconds
+                steps[-1][len(OWN_WORK) + place] += idle
+        return steps[-self.steps :] or [[0.0] * 2 * len(OWN_WORK)]
 
     def close_window(self, images_per_step: int) -> dict[str, float]:
-        """Return the values of the window by tag, and begin the next. On a GPU this waits for it.
+        """Return the log values of the window by tag, and begin the next window.
 
-        images_per_step: how many images all ranks together have in a step.
+        images_per_step: the number of images of all ranks in a step. On a GPU, this call waits for
+        the device. The window must have at least one step.
         """
-        self.enter(Phase.control_point)
-        seconds = elapsed(self.begins[0][1], self.begins[-1][1])
         spent = dict.fromkeys(TAGS, 0.0)
-        for (phase, start), (_, end) in pairwise(self.begins):
-            spent[phase.tag] += elapsed(start, end)
-        self.rates.append(self.steps * images_per_step / seconds)
+        for phase, seconds, _ in self._spans():
+            spent[phase.tag] += seconds
+        total = sum(spent.values())
+        self.rates.append(self.steps * images_per_step / total)
         values = {
             "throughput/images_per_second": self.rates[-1],
-            "time/step_ms": 1e3 * seconds / self.steps,
+            "time/step_ms": 1e3 * total / self.steps,
         }
-        for tag, phase_seconds in spent.items():
-            values[f"time/{tag}_ms"] = 1e3 * phase_seconds / self.steps
-            values[f"time/{tag}_fraction"] = phase_seconds / seconds
+        for tag, seconds in spent.items():
+            values[f"time/{tag}_ms"] = 1e3 * seconds / self.steps
+            values[f"time/{tag}_fraction"] = seconds / total
         self.restart()
         return values
 
     def median_rate(self) -> float | None:
-        """Return the median over windows of the images per second; None before the first ends."""
+        """Return the median of `rates`, images per second; None before the first window ends."""
         return statistics.median(self.rates) if self.rates else None
+
+    def _spans(self) -> Iterator[tuple[Phase, float, float]]:
+        """End the current phase; yield each phase of the window, its seconds, and its idle seconds.
+
+        Idle seconds are those in which this thread ran on no core; on a GPU they are 0.
+        """
+        self.enter(Phase.control_point)
+        for (phase, start), (_, end) in pairwise(self.begins):
+            seconds = end.clock - start.clock
+            idle = max(0.0, seconds - (end.on_processor - start.on_processor))
+            if start.event is not None and end.event is not None:
+                with waiting():  # the stream may be in a collective
+                    end.event.synchronize()
+                seconds = start.event.elapsed_time(end.event) / 1e3
+                idle = 0.0
+            yield phase, seconds, idle
 
     def _now(self) -> Instant:
         event = torch.cuda.Event(enable_timing=True) if self.is_cuda else None
@@ -108,7 +123,8 @@ class StepTimer:
         return Instant(time.perf_counter(), time.thread_time(), event)
 
     def _gradients_ready(self, _parameter: Tensor) -> None:
-        self.ready = self._now()
+        if not (self.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.ready = self._now()
 
 
 class StepTimes(Observer):
@@ -117,14 +133,14 @@ class StepTimes(Observer):
     def __init__(self, timer: StepTimer) -> None:
         self.timer = timer
         self.utilization: dict[str, float] = {}
-        """The utilization by name at one image per second over all ranks."""
+        """The utilization by name, if all ranks together trained one image per second."""
 
     def on_start(self, run: TrainingRun) -> None:
         step = run.train_step
         per_device = utilization_per_rate(
             step.model,
             run.loaders.datasets.image_shape,
-            device=run.world.device,
+            world=run.world,
             dtype=step.settings.autocast_dtype,
         )
         num_devices = run.world.world_size * step.sync.num_devices
@@ -137,6 +153,8 @@ class StepTimes(Observer):
         self.timer.enter(phase)
 
     def on_log(self, run: TrainingRun) -> None:
+        if not self.timer.steps:  # ranks that are lost took them, and this rank repeats the log
+            return
         run.log(self.timer.close_window(run.config.global_batch_size))
         rate = self.timer.rates[-1]
         run.log({"throughput/images_per_second_per_rank": rate / run.world.world_size})
@@ -149,19 +167,3 @@ class StepTimes(Observer):
         values = {name: rate * value for name, value in self.utilization.items()}
         seconds = run.steps_per_epoch * run.config.global_batch_size / rate
         return {"images_per_second": rate, "seconds_per_epoch": seconds, **values}
-
-
-def elapsed(start: Instant, end: Instant) -> float:
-    """Return the seconds from `start` to `end`; on a GPU, wait for it, and count its seconds."""
-    if start.event is None or end.event is None:
-        return end.clock - start.clock
-    with waiting():  # the stream may be in a collective
-        end.event.synchronize()
-    return start.event.elapsed_time(end.event) / 1e3
-
-
-def off_processor(start: Instant, end: Instant) -> float:
-    """Return the seconds in which this thread ran on no core; 0 when training on a GPU."""
-    if start.event is not None:
-        return 0.0
-    return max(0.0, end.clock - start.clock - (end.on_processor - start.on_processor))

@@ -1,26 +1,26 @@
 """Utilization: the operations per second of the training, divided by those of the hardware.
 
-Divided by the rated peak of a GPU, it is model FLOPs utilization (MFU). Divided by the speed of a
-matrix product that is measured on the same GPU or CPU, it is called matmul utilization here.
+With the rated peak of the GPU as divisor, this is the model FLOPs utilization (MFU). With the
+measured speed of a matrix product on the same GPU or CPU, it is called matmul utilization here.
 
 Source: Chowdhery et al., PaLM, 2022 (arXiv 2204.02311), appendix B.
 """
 
 import copy
 import logging
-from functools import cache
 
 import torch
 from torch import nn
 
+from ddp_trainer.distributed.world import World
 from ddp_trainer.timing import median_seconds
 
 logger = logging.getLogger(__name__)
 
+_MEASURED: dict[torch.dtype, float] = {}
+"""The results of `measure_matmul` that this process knows, by dtype."""
+
 RATED_TFLOPS = {
-    "V100 PCIE": (112, 14),
-    "V100": (125, 15.7),
-    "T4": (65, 8.1),
     "A10": (125, 31.2),
     "A30": (165, 10.3),
     "A100": (312, 19.5),
@@ -32,89 +32,85 @@ RATED_TFLOPS = {
     "H200 NVL": (835, 60),
     "H200": (989, 67),
 }
-"""Dense peak of 16-bit and of float32 numbers by the data sheets, in 10^12 operations per second.
+"""The dense peaks for 16-bit and for float32 numbers in the data sheets, in 10^12 operations per
+second, for GPUs that have bfloat16 and TF32.
 
-If a sheet gives the peak with sparsity, it is half of that. A GPU is the first entry whose words
-are all in the name of the GPU, for example NVIDIA A100-SXM4-80GB.
+Where a data sheet gives only the peak with sparsity, half of it is listed here. The first entry
+whose words are all in the name of a GPU, such as NVIDIA A100-SXM4-80GB, is the entry of that GPU.
 """
-BEFORE_AMPERE = ("V100 PCIE", "V100", "T4")
-"""GPUs with neither bfloat16 nor TF32; the others multiply TF32 at half the rate of 16 bits."""
 
 
 def utilization_per_rate(
-    model: nn.Module,
-    image_shape: tuple[int, ...],
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
+    model: nn.Module, image_shape: tuple[int, ...], *, world: World, dtype: torch.dtype | None
 ) -> dict[str, float]:
     """Return ``matmul_utilization`` and ``mfu`` of a device that trains one image per second.
 
-    A name is left out if its value is unknown. All ranks call this together, because the speed of
-    a matrix product depends on what the other ranks of a host do.
+    A name is left out if its value is unknown. Collective: the ranks measure a matrix product at
+    the same time, because its speed depends on the load by other ranks of the host. A rank that
+    joins a training measures nothing, because the others would wait for it.
     """
+    device = world.device
     dtype = dtype or torch.float32
+    measured = world.all_gather_object(_MEASURED.get(dtype))
+    matmul = next(filter(None, measured), None) or measure_matmul(device, dtype)
+    _MEASURED[dtype] = matmul
     try:
         flops = training_flops(model, image_shape)
-    # a plug-in's model may need values, or a device, and raise anything without them
+    # The model of a plug-in may raise anything on the meta device, where tensors have no values.
     except Exception as error:
         reason = str(error).partition("\n")[0]
         logger.info(
             "utilization is unknown: the operations of the model cannot be counted (%s)", reason
         )
         return {}
-    tf32 = torch.backends.cudnn.allow_tf32
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    num_threads = torch.get_num_threads()
     peaks = {
-        "matmul_utilization": measure_matmul(device, dtype, tf32=tf32, num_threads=num_threads),
-        "mfu": rated_peak(name, dtype, tf32=tf32),
+        "matmul_utilization": matmul,
+        "mfu": rated_peak(name, dtype, tf32=torch.backends.cudnn.allow_tf32),
     }
     return {name: flops / peak for name, peak in peaks.items() if peak is not None}
 
 
 def rated_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the rated operations per second of a GPU; None if unknown, or for a part (MIG).
+    """Return the rated operations per second of a GPU; None if unknown, or for a MIG instance.
 
-    With `tf32`, float32 means TF32, because cuDNN by default computes the convolutions of float32
-    tensors in TF32.
+    With `tf32`, the rate for float32 is that of TF32, half the rate of 16 bits, because cuDNN then
+    computes convolutions of float32 tensors in TF32 (its default).
     """
     words = set(name.upper().replace("-", " ").split())
     gpu = next((gpu for gpu in RATED_TFLOPS if words.issuperset(gpu.split())), None)
-    if gpu is None or "MIG" in words or (dtype is torch.bfloat16 and gpu in BEFORE_AMPERE):
+    if gpu is None or "MIG" in words:
         return None
     half, single = RATED_TFLOPS[gpu]
     if dtype is torch.float32:
-        return 1e12 * (half / 2 if tf32 and gpu not in BEFORE_AMPERE else single)
+        return 1e12 * (half / 2 if tf32 else single)
     return 1e12 * half
 
 
 def training_flops(model: nn.Module, image_shape: tuple[int, ...]) -> float:
-    """Return the operations of forward and backward for an image; a multiply-add counts as two."""
+    """Return the operations of forward and backward per image; a multiply-add counts as two."""
     from torch.utils.flop_counter import FlopCounterMode  # imports Triton if it is installed
 
     twin = copy.deepcopy(model).to("meta")  # shapes without values
     images = torch.empty(2, *image_shape, device="meta")
     with FlopCounterMode(display=False) as counter:
-        twin.forward(images).sum().backward()  # not the compiled call
+        twin.forward(images).sum().backward()  # not `twin(images)`, which may be compiled
     return counter.get_total_flops() / len(images)
 
 
-@cache  # the runs of a sweep share it
-def measure_matmul(
-    device: torch.device, dtype: torch.dtype, *, tf32: bool, num_threads: int
-) -> float:
-    """Return the operations per second of a matrix product, the median of five.
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the measured operations per second of a matrix product, the median of five.
 
-    tf32: compute float32 in TF32. num_threads: the number of threads that torch uses now, which is
-    part of the cache's key.
+    A float32 product uses TF32 if cuDNN may use it for convolutions.
     """
-    # many CPUs are slow in float16
-    size = 8192 if device.type == "cuda" else 256 if dtype is torch.float16 else 1024
+    # many CPUs are slow in 16 bits
+    size = 8192 if device.type == "cuda" else 1024 if dtype is torch.float32 else 256
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     products = torch.backends.cuda.matmul
     was_allowed = products.allow_tf32
-    products.allow_tf32 = tf32
-    seconds = median_seconds(lambda: torch.mm(left, right), device, times=5, warmup=1)
-    products.allow_tf32 = was_allowed
+    products.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        seconds = median_seconds(lambda: torch.mm(left, right), device, times=5, warmup=1)
+    finally:
+        products.allow_tf32 = was_allowed
     return 2 * size**3 / seconds

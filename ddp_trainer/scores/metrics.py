@@ -5,14 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.metrics import BalancedAccuracyConfig, MacroF1Config
+from ddp_trainer.config.metrics import (
+    AUROCConfig,
+    BalancedAccuracyConfig,
+    MacroF1Config,
+    TopKConfig,
+)
 
 Metric = Callable[[Tensor, Tensor], float]
-"""A function of the probabilities, float32 [N, C], and the labels, int64 [N], of all samples."""
+"""Returns a score from probabilities, float32 [N, C], and labels, int64 [N], of all samples."""
 
 
 def build_balanced_accuracy(config: BalancedAccuracyConfig) -> Metric:
-    """Return a function that returns the mean of the recalls of all classes that have samples."""
+    """Return the metric balanced accuracy: the mean recall over all classes that have samples."""
 
     def balanced_accuracy(probabilities: Tensor, labels: Tensor) -> float:
         correct, support, _ = counts(probabilities, labels)
@@ -23,7 +28,7 @@ def build_balanced_accuracy(config: BalancedAccuracyConfig) -> Metric:
 
 
 def build_macro_f1(config: MacroF1Config) -> Metric:
-    """Return a function that returns the mean F1 of all classes that have samples."""
+    """Return the metric macro F1: the mean F1 score over all classes that have samples."""
 
     def macro_f1(probabilities: Tensor, labels: Tensor) -> float:
         correct, support, predicted = counts(probabilities, labels)
@@ -33,8 +38,51 @@ def build_macro_f1(config: MacroF1Config) -> Metric:
     return macro_f1
 
 
+def build_topk(config: TopKConfig) -> Metric:
+    """Return the share of samples whose class is among the k most probable ones."""
+
+    def topk(probabilities: Tensor, labels: Tensor) -> float:
+        k = min(config.k, probabilities.shape[1])
+        found = probabilities.topk(k).indices == labels[:, None]
+        return float(found.any(1).double().mean())
+
+    return topk
+
+
+def build_auroc(config: AUROCConfig) -> Metric:
+    """Return the area under the ROC curve, each class against the rest: the mean over classes.
+
+    Only classes count of which there are samples, and samples of others.
+    """
+
+    def auroc(probabilities: Tensor, labels: Tensor) -> float:
+        areas = [
+            area_under_roc(scores, labels == label)
+            for label, scores in enumerate(probabilities.T.double())
+            if 0 < int((labels == label).sum()) < len(labels)
+        ]
+        return sum(areas) / len(areas) if areas else float("nan")
+
+    return auroc
+
+
+def area_under_roc(scores: Tensor, is_positive: Tensor) -> float:
+    """Return the probability that a positive sample has a higher score than a negative one.
+
+    Equal scores count half. scores: float64 [N]. is_positive: bool [N].
+
+    Source: Hanley and McNeil, The Meaning and Use of the Area under a ROC Curve, 1982.
+    """
+    _, place, sizes = scores.unique(return_inverse=True, return_counts=True)
+    ranks = (sizes.cumsum(0) - (sizes - 1) / 2)[place]  # equal scores share their mean rank
+    positives = int(is_positive.sum())
+    negatives = len(scores) - positives
+    excess = float(ranks[is_positive].sum()) - positives * (positives + 1) / 2
+    return excess / (positives * negatives)
+
+
 def counts(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return samples by class, float64 [C] each: correct, by true and by predicted class."""
+    """Return the correct samples, and all by true and by predicted class: float64 [C] each."""
     num_classes = probabilities.shape[1]
     predictions = probabilities.argmax(1)
     correct, support, predicted = (

@@ -1,4 +1,4 @@
-"""Scores computed from the predictions for all samples."""
+"""Scores of a model, computed from its predictions for all samples of a split."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,9 +13,11 @@ from ddp_trainer.training.evaluation import CONFIDENCE, ID, IN_TOP5, LABEL, LOSS
 
 NUM_BINS = 15
 WORST = 100
+"""The number of mistakes that are listed because their loss is the largest of all mistakes."""
 WORST_PER_PAIR = 5
+"""The number of mistakes with the largest loss that are listed for each frequent pair."""
 NUM_PAIRS = 200
-"""Number of mistakes listed of all, of each frequent pair of classes, and number of pairs."""
+"""The number of pairs (true class, predicted class) that count as frequent."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Scores:
 
     @property
     def top5(self) -> float:
-        """The share of samples, in [0, 1], whose class was among the five most probable ones."""
+        """The share of samples, in [0, 1], whose true class was among the five most probable."""
         return float(self.rows[:, IN_TOP5].mean())
 
     @cached_property
@@ -58,13 +60,11 @@ class Scores:
         return torch.bincount(cells, minlength=size * size).view(size, size)
 
     def per_class(self) -> dict[str, dict[str, float | int | None]]:
-        """Return precision, recall, F1 and support by class name; None for a division by zero."""
+        """Return precision, recall, F1 and support by class name; None where a divisor is zero."""
         correct = self.confusion.diagonal()
         support = self.confusion.sum(1)
         predicted = self.confusion.sum(0)
-        counts = zip(
-            self.class_names, correct.tolist(), support.tolist(), predicted.tolist(), strict=True
-        )
+        counts = torch.stack([correct, support, predicted], 1).tolist()
         return {
             name: {
                 "precision": right / given if given else None,
@@ -72,38 +72,41 @@ class Scores:
                 "f1": 2 * right / (own + given) if own + given else None,
                 "support": own,
             }
-            for name, right, own, given in counts
+            for name, (right, own, given) in zip(self.class_names, counts, strict=True)
         }
 
-    def calibration(self) -> list[dict[str, float | int | None]]:
-        """Return mean confidence, accuracy and count of `NUM_BINS` bins of confidence."""
+    @cached_property
+    def bins(self) -> Tensor:
+        """The samples, their summed confidences, and the correct samples by bin: float64 [3, B].
+
+        B is `NUM_BINS`; bin b has the samples whose confidence is in (b/B, (b+1)/B].
+        """
         confidence = self.rows[:, CONFIDENCE]
         bins = (confidence.nan_to_num() * NUM_BINS).ceil().clamp(1, NUM_BINS).long() - 1
-        counts, sums, correct = (
-            torch.bincount(bins, weights, minlength=NUM_BINS).tolist()
-            for weights in (None, confidence, self.is_correct.double())
-        )
+        weights = (torch.ones_like(confidence), confidence, self.is_correct.double())
+        return torch.stack([torch.bincount(bins, one, minlength=NUM_BINS) for one in weights])
+
+    def calibration(self) -> list[dict[str, float | int | None]]:
+        """Return mean confidence, accuracy and count of each bin; an empty bin has None and 0."""
         return [
             {
-                "confidence": total / n if n else None,
-                "accuracy": right / n if n else None,
+                "confidence": confidence / n if n else None,
+                "accuracy": correct / n if n else None,
                 "count": int(n),
             }
-            for n, total, right in zip(counts, sums, correct, strict=True)
+            for n, confidence, correct in self.bins.T.tolist()
         ]
 
     def calibration_error(self) -> float:
-        """Return the mean of |confidence - accuracy| over bins, weighted by their samples.
+        """Return the mean of |confidence - accuracy| over bins, weighted by their sample counts.
 
         Source: Guo et al., On Calibration of Modern Neural Networks, 2017 (arXiv 1706.04599).
         """
-        bins: list[dict[str, Any]] = [part for part in self.calibration() if part["count"]]
-        return sum(
-            abs(part["confidence"] - part["accuracy"]) * part["count"] for part in bins
-        ) / max(1, self.count)
+        _, confidence, correct = self.bins
+        return float((confidence - correct).abs().sum()) / max(1, self.count)
 
     def mistakes(self) -> Tensor:
-        """Return the `rows` of the worst mistakes, the largest loss first: float64 [M, 6].
+        """Return those `rows` that are the worst mistakes, the largest loss first: float64 [M, 6].
 
         These are the `WORST` mistakes with the largest loss, and for each of the `NUM_PAIRS` most
         frequent pairs (true class, predicted class) the `WORST_PER_PAIR` mistakes with the largest
@@ -122,7 +125,7 @@ class Scores:
         return wrong[kept]
 
     def values(self) -> dict[str, Any]:
-        """Return the scores as in metrics.json."""
+        """Return all scores by their names in metrics.json."""
         return {
             "loss": self.loss,
             "top1": self.top1,

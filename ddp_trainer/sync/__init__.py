@@ -1,4 +1,4 @@
-"""Strategies that keep the replicas of a model equal: one file each, behind `GradientSync`."""
+"""Strategies that keep a model's replicas equal: subclasses of `GradientSync`, one per file."""
 
 from ddp_trainer import registry
 from ddp_trainer.config.errors import require

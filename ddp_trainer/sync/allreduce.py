@@ -1,9 +1,9 @@
 """All-reduce the gradients after backward: the simplest correct strategy.
 
-It teaches what DDP improves: here communication does not overlap with backward, so a step waits for
-all of it. If each parameter is sent in a message of its own, each message adds the latency of the
-network. If all gradients are copied into one flat bucket, the latency is added once, and the copy
-takes time.
+This strategy shows what DDP improves. Here, communication does not overlap with backward, so a step
+waits for the whole communication. If each gradient is sent in a separate message, each message adds
+the latency of the network. If all gradients are copied into one flat bucket, the latency is added
+only once, but the copy takes time.
 
 Source: Dive into Deep Learning, "Training on Multiple GPUs": ``allreduce(data)``, here between
 processes.

@@ -1,4 +1,4 @@
-"""Buffers, such as BatchNorm's statistics: a rank trains with its own, and the mean is saved."""
+"""Buffers, such as BatchNorm statistics: a rank trains with its own ones; their mean is saved."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,36 +11,31 @@ from ddp_trainer.sync.base import flatten, unflatten
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the floating-point buffers, which may differ from rank to rank, such as BatchNorm's
-    statistics.
-    """
+    """Return the floating-point buffers, such as BatchNorm statistics, which may differ by rank."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def flatten_buffers(model: nn.Module) -> Tensor:
-    """Return a copy of all floating buffers as one float32 vector [n]; n is 0 for a model without
-    any.
-    """
+    """Return a copy of all floating buffers as one vector, float32 [n]; n may be 0."""
     none = torch.zeros(0, device=next(model.parameters()).device)
     return flatten([none, *(buffer.float() for buffer in floating_buffers(model))])
 
 
 def restore_buffers(model: nn.Module, vector: Tensor) -> None:
-    """Write a vector made by `flatten_buffers` back into the model."""
+    """Write `vector`, a result of `flatten_buffers`, into the floating-point buffers of `model`."""
     unflatten(vector, floating_buffers(model))
 
 
 @contextmanager
 def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
-    """Set all floating buffers to their mean over ranks inside the context, and restore them after
-    it.
+    """Set all floating buffers to their mean over ranks inside the context. Collective.
 
-    Yields this rank's own buffers as the vector of `flatten_buffers`. They are restored so that an
-    extra evaluation or save does not change the training, not even by a rounding error. Collective:
-    every rank must call this.
+    Yields this rank's own buffers as the vector of `flatten_buffers`, and restores them at the end
+    of the context. So an extra evaluation or save does not change the training, not even by a
+    rounding error (except that float64 buffers are rounded to float32).
     """
     own = flatten_buffers(model)
-    if own.numel() and world.world_size > 1:
+    if own.numel():
         restore_buffers(model, world.all_reduce(own.clone()) / world.world_size)
     try:
         yield own
@@ -50,7 +45,7 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
 
 @contextmanager
 def preserved_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers, integers too, bit by bit after the context."""
+    """Restore all buffers, integer buffers too, to their exact values when the context ends."""
     kept = [buffer.clone() for buffer in model.buffers()]
     try:
         yield

@@ -1,7 +1,7 @@
 """torch's ``nn.DataParallel``: one process, many GPUs, a fresh copy of the model at every forward.
 
-It teaches why torch's own documentation says to use DDP: the parameters are broadcast each step,
-one interpreter drives all GPUs, and the first GPU gathers all logits and gradients.
+This strategy shows why torch's documentation recommends DDP: the parameters are broadcast in each
+step, one interpreter drives all GPUs, and the first GPU gathers all logits and gradients.
 
 Source: Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 """

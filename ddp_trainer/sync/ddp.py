@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel: gradients travel in buckets while backward still runs.
+"""torch's DistributedDataParallel: all-reduces gradients in buckets while backward still runs.
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, 2020
 (arXiv 2006.15704).
@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_trainer.config.errors import require
 from ddp_trainer.config.sync import CommHook, DDPConfig
-from ddp_trainer.distributed.waiting import set_waiting, waiting
-from ddp_trainer.distributed.world import World
+from ddp_trainer.distributed.world import World, set_waiting, waiting
 from ddp_trainer.sync.base import GradientSync
 
 # torch 2.14 renamed the flag and warns about the old name; 2.11 has only the old name.
@@ -31,12 +30,12 @@ _SYNC_BUFFERS = next(
 class DDPSync(GradientSync):
     """Lets DDP average the gradients during backward.
 
-    BatchNorm statistics stay local here; `averaged_statistics` averages them where a model is
-    evaluated or saved.
+    Each rank keeps its own BatchNorm statistics; `averaged_statistics` averages them where a model
+    is evaluated or saved.
     """
 
     def __init__(self, config: DDPConfig, world: World) -> None:
-        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU, where its hook fails."""
+        """Raises ConfigError for PowerSGD on the CPU if torch sees a GPU: the hook then fails."""
         require(
             config.comm_hook is not CommHook.powersgd
             or world.device.type == "cuda"
@@ -45,6 +44,7 @@ class DDPSync(GradientSync):
             " CUDA_VISIBLE_DEVICES= (empty)",
         )
         super().__init__(config, world)
+        self.replica: DistributedDataParallel | None = None
 
     @waiting()
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -52,9 +52,13 @@ class DDPSync(GradientSync):
 
         Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727).
         """
+        self.model = model
+        if self.world.world_size == 1 and self.config.comm_hook is CommHook.none:
+            return model  # there is nothing to average, and a CUDA graph can capture the step
         options: dict[str, Any] = {_SYNC_BUFFERS: False}
         self.replica = replica = DistributedDataParallel(
             model,
+            process_group=self.world.group,
             device_ids=[self.world.device.index] if self.world.device.type == "cuda" else None,
             bucket_cap_mb=self.config.cap_mb(4.0 * sum(p.numel() for p in model.parameters())),
             gradient_as_bucket_view=True,
@@ -62,12 +66,12 @@ class DDPSync(GradientSync):
         )
         match self.config.comm_hook:
             case CommHook.fp16:
-                replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+                replica.register_comm_hook(self.world.group, default_hooks.fp16_compress_hook)
             case CommHook.bf16:
-                replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
+                replica.register_comm_hook(self.world.group, default_hooks.bf16_compress_hook)
             case CommHook.powersgd:
                 state = powerSGD_hook.PowerSGDState(
-                    process_group=None,
+                    process_group=self.world.group,
                     matrix_approximation_rank=self.config.powersgd_rank,
                     start_powerSGD_iter=self.config.powersgd_warmup_steps,
                 )
@@ -76,16 +80,16 @@ class DDPSync(GradientSync):
         return replica
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self.replica.no_sync()
+        return super().no_sync() if self.replica is None else self.replica.no_sync()
 
 
 def mark_wait_in_backward(model: nn.Module) -> None:
-    """Mark this rank as waiting for other ranks while DDP waits for them at the end of backward.
+    """Install a hook that marks this rank as waiting while DDP waits at the end of backward.
 
     DDP waits in C++, in a callback that autograd calls after the last gradient. Autograd calls such
-    callbacks in the order in which they were queued, and DDP queues its own after all gradients
-    are ready: so the callback that a hook on any gradient queues comes before it, and a callback
-    that is queued by that callback comes after it.
+    callbacks in the order in which they were queued. The hook on a gradient queues `begin` before
+    DDP queues its own callback, because DDP does this after all gradients are ready. `begin` queues
+    a second callback, which therefore runs after DDP's callback.
     """
     queue_callback = Variable._execution_engine.queue_callback  # torch has no public name for it
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from ddp_trainer.distributed.world import World
 
 WORDS = {1: torch.uint8, 2: torch.int16}
-"""The integers as which elements are read, by their size in bytes; larger ones are int32 words."""
+"""The type as which elements are read, by their size in bytes; larger elements are int32 words."""
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd, with bits like random ones: 2^64 / golden ratio
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum modulo 2^64 of the words of `tensors`, each times its weight, as int64 [].
 
-    A weight is odd, so that a change of any single bit changes the sum. It is a pseudo-random
+    Weights are odd, so that a change of any single bit changes the sum. A weight is a pseudo-random
     function of the word's position in all `tensors`, so that a swap of values or of tensors changes
     the sum too, except with a probability of about 2^-32.
 
@@ -28,7 +28,7 @@ def bit_sum(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         words = tensor.detach().reshape(-1).view(WORDS.get(tensor.element_size(), torch.int32))
         weights = torch.arange(position, position + words.numel(), device=tensor.device)
-        for _ in range(2):  # after one round, weights at equal distances differ by nearly the same
+        for _ in range(2):  # after one round, weights are still nearly linear in the position
             weights *= MULTIPLIER
             weights ^= weights >> 32
         sums.append((weights.bitwise_or_(1) * words).sum())
@@ -40,7 +40,7 @@ class DesynchronizedError(RuntimeError):
     """Replicas that should be equal are not. All ranks raise this in the same step."""
 
     outcome = "and all other ranks stopped, in"
-    """The words between the host and the phase of the rank in the report of the failure."""
+    """The words between the host and the phase of this rank in a report (see `RankStatus.line`)."""
 
 
 def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
@@ -52,12 +52,11 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
     own = bit_sum([*model.parameters(), *integers])[None]
     sums = [int(other) for other in world.all_gather(own)]
-    differing = [rank for rank, value in enumerate(sums) if value != sums[0]]
-    if not differing:
+    if len(set(sums)) == 1:
         return
 
     odd = rank_outside_majority(sums)
-    who = f"rank {differing[0]} holds other parameters than rank 0"
+    who = "the ranks hold different parameters"
     if odd is not None:
         who = f"rank {odd} holds other parameters than the rest"
     raise DesynchronizedError(
@@ -67,7 +66,11 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
 
 
 def rank_outside_majority(values: Sequence[Any]) -> int | None:
-    """Return the first rank whose value is not that of more than half of the ranks, or None."""
+    """Return the first rank whose value differs from the value of more than half of the ranks.
+
+    None if no value has such a majority, or if all values are equal.
+    """
     usual, count = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in enumerate(values) if value != usual]
-    return odd[0] if odd and 2 * count > len(values) else None
+    if 2 * count <= len(values):
+        return None
+    return next((rank for rank, value in enumerate(values) if value != usual), None)

@@ -1,9 +1,9 @@
 """Local SGD: each rank takes its own optimizer steps, and parameters are averaged every H steps.
 
-It teaches that communication can be less frequent instead of cheaper. With H = 1 and an optimizer
-that is linear in the gradient (SGD, momentum) it is ordinary data parallelism; with a larger H,
-ranks differ between two averages. The state of the optimizer is averaged too, so that all ranks are
-equal after an average.
+This strategy shows that communication can be less frequent instead of cheaper. With H = 1 and an
+optimizer that is linear in the gradient (SGD, momentum), this is ordinary data parallelism. With
+a larger H, the parameters of ranks differ between two averages. The state of the optimizer is
+averaged too, so that all ranks are equal after an average.
 
 Source: Stich, Local SGD Converges Fast and Communicates Little, 2019 (arXiv 1805.09767); Yu, Jin
 and Yang, On the Linear Speedup Analysis of Communication Efficient Momentum SGD, 2019 (arXiv
@@ -17,8 +17,9 @@ from ddp_trainer.sync.base import GradientSync, flatten, unflatten
 
 
 class LocalSGDSync(GradientSync):
-    """Averages trained parameters and optimizer state every `every_steps` steps, and when an epoch
-    or launch ends.
+    """Averages trained parameters and optimizer state every `every_steps` steps.
+
+    They are also averaged when an epoch or a launch ends.
     """
 
     steps_apart = 0

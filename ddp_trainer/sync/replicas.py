@@ -1,10 +1,9 @@
-"""Data parallelism in one process, from scratch: a replica on each device, the batch split among
-them.
+"""Data parallelism in one process, from scratch: a replica and a part of the batch on each device.
 
-It teaches what every other strategy does: the parameters are copied, the batch is split, each
-replica computes its gradients, they are added up, the first replica is updated and copied to the
-others. One process drives all devices, so the Python interpreter is shared, and the first device
-holds all logits; these are the reasons to use DDP instead.
+This strategy shows the steps of every other strategy. The parameters are copied, the batch is
+split, each replica computes its gradients, and the gradients are added up. Then the first replica
+is updated and copied to the others. One process drives all devices, so the Python interpreter is
+shared, and the first device holds all logits; these are the reasons to use DDP instead.
 
 Source: Dive into Deep Learning, "Training on Multiple GPUs": ``get_params``, ``split_batch``,
 ``allreduce``.
@@ -28,8 +27,9 @@ def get_params(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def split_batch(images: Tensor, devices: list[torch.device]) -> list[Tensor]:
-    """Return the parts of `images`, [B, …], on `devices`; their sizes differ by at most one, and
-    none is empty.
+    """Split `images`, [B, …], into one part for each device; return the parts on `devices`.
+
+    The sizes differ by at most one. No part is empty: for B < len(devices), there are B parts.
     """
     parts = images.tensor_split(min(len(devices), len(images)))
     return [
@@ -38,9 +38,7 @@ def split_batch(images: Tensor, devices: list[torch.device]) -> list[Tensor]:
 
 
 def allreduce(tensors: list[Tensor]) -> None:
-    """Set each of `tensors`, of one shape and possibly on different devices, to the sum of all of
-    them.
-    """
+    """Set each of `tensors`, of one shape, to their sum; they may be on different devices."""
     first, *others = tensors
     for other in others:
         first += other.to(first.device, non_blocking=True)
@@ -49,7 +47,7 @@ def allreduce(tensors: list[Tensor]) -> None:
 
 
 class Replicas(nn.Module):
-    """Calls the replica on each device with its part of the batch."""
+    """Calls each replica with one part of the batch, on the device of the replica."""
 
     def __init__(self, model: nn.Module, devices: list[torch.device]) -> None:
         super().__init__()
@@ -66,20 +64,20 @@ class Replicas(nn.Module):
 
 
 class ReplicasSync(GradientSync):
-    """Adds up the gradients of the replicas of this process, and copies the updated parameters to
-    all of them.
-    """
+    """Adds up the gradients of this process's replicas, and copies the updated parameters."""
 
     def __init__(self, config: ReplicasConfig, world: World) -> None:
-        """Raises ConfigError if a device of the config does not exist, or the first is not the
-        device of the run.
+        """Check the devices of the config.
+
+        Raises:
+            ConfigError: a device does not exist, or the first is not the device of the run.
         """
         super().__init__(config, world)
         self.devices = [torch.device(name) for name in config.devices]
         gpus = torch.cuda.device_count()
         for device in self.devices:
             require(
-                device.type == "cpu" or (device.index is not None and device.index < gpus),
+                device.type == "cpu" or device.index < gpus,
                 f"sync.devices={config.devices}: {device} is not one of the {gpus} GPUs of this"
                 " host",
             )
@@ -100,7 +98,7 @@ class ReplicasSync(GradientSync):
 
     def before_step(self) -> None:
         for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
-            # None: no sample, or not trained
+            # a replica without samples and a frozen parameter have no gradient
             gradients = [p.grad for p in parameters if p.grad is not None]
             if gradients:
                 allreduce(gradients)
@@ -110,15 +108,13 @@ class ReplicasSync(GradientSync):
 
     def after_step(self, optimizer: Optimizer) -> None:
         for other in self.replicas[1:]:
-            other.zero_grad(set_to_none=True)
+            other.zero_grad()
         self.copy_parameters()
 
     @torch.no_grad()
     def copy_parameters(self) -> None:
-        """Copy the parameters of the first replica, which the optimizer updates, to all other
-        replicas.
-        """
+        """Copy the parameters of the first replica, which the optimizer updates, to the others."""
         first, *others = self.replicas
         for other in others:
-            for mine, new in zip(other.parameters(), first.parameters(), strict=True):
-                mine.copy_(new, non_blocking=True)
+            for parameter, new in zip(other.parameters(), first.parameters(), strict=True):
+                parameter.copy_(new, non_blocking=True)

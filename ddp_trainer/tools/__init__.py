@@ -1,1 +1,1 @@
-"""Tools on run directories and hosts: score, predict, export, report, verify, examine."""
+"""Tools for run directories and hosts: score, predict, export, report, verify, examine."""

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.config.schema import Backend
+from ddp_trainer.data.augmentation import Normalize
 from ddp_trainer.data.dataset import BadImageError, to_tensor
+from ddp_trainer.data.images import file_index
 from ddp_trainer.data.images.decoding import decode
-from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
 from ddp_trainer.start import autocast_dtype, memory_format
@@ -28,8 +28,7 @@ Picture = str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
 BATCH_SIZE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """The prediction for one image."""
 
     label: str
@@ -40,32 +39,36 @@ class Prediction:
 
 
 class Classifier:
-    """A trained model with its classes and its preprocessing. Not for two threads at a time."""
+    """A trained model with its classes and its preprocessing. It is not thread-safe."""
 
-    def __init__(self, trained: TrainedModel, device: torch.device) -> None:
+    def __init__(self, trained: TrainedModel, device: torch.device | None = None) -> None:
+        """device: None for the device of the config; ConfigError if this machine lacks it."""
         config = trained.config
-        preprocessing = trained.preprocessing
+        self.check_finite = trained.check_finite
         self.class_names = trained.class_names
-        self.preprocessing = preprocessing
-        self.device = device
+        self.preprocessing = trained.preprocessing
+        self.device = device or choose_device(config.device, Backend.auto, Environment())[0]
         self.autocast_dtype = autocast_dtype(config.precision)
         layout = memory_format(config.channels_last)
-        self.model: nn.Module = trained.model.to(device).to(memory_format=layout)
+        self.model: nn.Module = trained.model.to(self.device).to(memory_format=layout)
         self.normalize = Normalize(
-            preprocessing.mean, preprocessing.std, device=device, memory_format=layout
+            self.preprocessing.mean,
+            self.preprocessing.std,
+            device=self.device,
+            memory_format=layout,
         )
 
     def __call__(self, images: Picture | Sequence[Picture], *, top: int = 5) -> list[Prediction]:
         """Return a `Prediction` for each image, with the `top` most probable classes.
 
         Raises:
-            BadImageError: a file cannot be read or decoded. ValueError: pixels have a wrong type or
-            shape.
+            BadImageError: a file cannot be read or decoded.
+            ValueError: pixels have a wrong dtype or shape.
         """
         return list(self.predictions(self.probabilities(images), top=top))
 
     def probabilities(self, images: Picture | Sequence[Picture]) -> Tensor:
-        """Return the probabilities for each image: float32 [N, classes]. Raises as `__call__`."""
+        """Return the probabilities, float32 [N, classes] on the CPU. Raises: see `__call__`."""
         is_single = isinstance(images, str | Path | Image.Image) or getattr(images, "ndim", 0) in (
             2,
             3,
@@ -74,27 +77,31 @@ class Classifier:
         parts = [torch.empty(0, len(self.class_names))]
         for start in range(0, len(sequence), BATCH_SIZE):
             batch = sequence[start : start + BATCH_SIZE]
-            prepared = [self.preprocessing.prepare(pixels_of(image)) for image in batch]
+            channels = self.preprocessing.image_shape[0]
+            prepared = [self.preprocessing.prepare(pixels_of(image, channels)) for image in batch]
             parts.append(self.of_pixels(torch.stack(prepared)))
         return torch.cat(parts)
 
     @torch.inference_mode()
     def of_pixels(self, pixels: Tensor) -> Tensor:
-        """Return float32 [B, classes] on the CPU for preprocessed pixels, uint8 [B, C, H, W]."""
+        """Return the probabilities, float32 [B, classes] on the CPU; ConfigError if one is NaN.
+
+        pixels: preprocessed images, uint8 [B, C, H, W].
+        """
         with torch.autocast(
             self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None
         ):
             logits = self.model(self.normalize(pixels.to(self.device)))
-        return logits.float().softmax(1).cpu()
+        probabilities = logits.float().softmax(1).cpu()
+        self.check_finite(probabilities)
+        return probabilities
 
     def predictions(self, probabilities: Tensor, *, top: int = 5) -> Iterator[Prediction]:
-        """Yield a `Prediction` for each row of float32 [N, classes]."""
+        """Yield a `Prediction` for each row of `probabilities`, float32 [N, classes]."""
         values, classes = probabilities.topk(min(top, len(self.class_names)))
         for row, numbers in zip(values.tolist(), classes.tolist(), strict=True):
-            pairs = [
-                (self.class_names[number], value)
-                for number, value in zip(numbers, row, strict=True)
-            ]
+            names = [self.class_names[number] for number in numbers]
+            pairs = list(zip(names, row, strict=True))
             yield Prediction(*pairs[0], pairs)
 
 
@@ -108,28 +115,21 @@ def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -
         lacks the device.
     """
     try:
-        return open_classifier(
-            load_model(Path(os.path.expanduser(run_dir)), str(checkpoint), [f"device={device}"])
-        )
+        path = Path(os.path.expanduser(run_dir))
+        return Classifier(load_model(path, str(checkpoint), [f"device={device}"]))
     except OmegaConfBaseException as error:
         raise ConfigError(format_config_error(error, [f"device={device}"])) from error
 
 
-def open_classifier(trained: TrainedModel) -> Classifier:
-    """Return a classifier on the device that the config names; ConfigError if it is missing."""
-    device, _ = choose_device(trained.config.device, Backend.auto, Environment())
-    return Classifier(trained, device)
-
-
-def pixels_of(image: Picture) -> Tensor:
-    """Return the pixels of a picture: uint8 [C, H, W].
+def pixels_of(image: Picture, channels: int) -> Tensor:
+    """Return the pixels of a picture: uint8 [C, H, W]. channels: those of the model, for files.
 
     Raises:
-        BadImageError: the file cannot be read or decoded. ValueError: pixels have a wrong type or
-        shape.
+        BadImageError: the file cannot be read or decoded.
+        ValueError: pixels have a wrong dtype or shape.
     """
     if isinstance(image, str | Path):
-        return read_file(Path(image))
+        return read_file(Path(image), channels)
     if isinstance(image, Image.Image) and image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     if not isinstance(image, Tensor):
@@ -142,9 +142,9 @@ def pixels_of(image: Picture) -> Tensor:
     return image
 
 
-def read_file(path: Path) -> Tensor:
-    """Return an image file as RGB, uint8 [3, H, W]; BadImageError if it cannot be read."""
+def read_file(path: Path, channels: int = 3) -> Tensor:
+    """Return an image file, uint8 [channels, H, W]; BadImageError if it cannot be read."""
     try:
-        return decode(np.fromfile(path, np.uint8))
+        return decode(file_index.read_file(path), channels)
     except OSError as error:
         raise BadImageError(error.strerror or str(error)) from error

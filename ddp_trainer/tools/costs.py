@@ -1,4 +1,4 @@
-"""A model of the step time of a strategy on more ranks.
+"""A cost model, which predicts the step time of a strategy for any number of ranks.
 
 Source: Hockney, The Communication Challenge for MPP, 1994 (a message takes its latency plus its
 size divided by the bandwidth); Li et al., PyTorch Distributed, 2020 (arXiv 2006.15704) for DDP's
@@ -6,7 +6,7 @@ buckets and their overlap.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddp_trainer.config.sync import (
     AllReduceConfig,
@@ -28,16 +28,18 @@ VARIANTS: dict[str, SyncConfig] = {
     "ring": RingConfig(),
     "parameter_server, 1": ParameterServerConfig(),
 }
-"""The configs of the strategies in the tables of benchmark and plan, by their name there."""
+"""The configs of the strategies, by their names in the tables of benchmark and plan."""
 PREDICTED = {name: config for name, config in VARIANTS.items() if name != "ddp, powersgd"}
-"""The strategies whose step time depends only on the values of `Compute` and `Network`."""
+"""The strategies in the table of plan: their step time follows from `Compute` and `Network`."""
 BACKWARD_SHARE = 2 / 3
-"""Backward has two matrix products for each one of forward."""
+"""The share of backward in the time of forward and backward.
+
+Backward has two matrix products for each matrix product of forward.
+"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compute:
-    """The measured seconds of a step of one rank without communication, with `batch` images."""
+class Compute(NamedTuple):
+    """The measured seconds of a step of one rank with `batch` images and no communication."""
 
     batch: int
     forward_backward: float
@@ -47,22 +49,21 @@ class Compute:
     num_gradients: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
+class Network(NamedTuple):
     """The latency of a message in seconds, and a rank's bandwidth in bytes/s in each direction."""
 
     latency: float
     bandwidth: float
 
     def all_reduce(self, size: float, world_size: int) -> float:
-        """Return the seconds of an all-reduce of `size` bytes around a ring of ranks."""
+        """Return the seconds of a ring all-reduce of `size` bytes."""
         return 2 * (world_size - 1) * (self.latency + size / world_size / self.bandwidth)
 
 
 def exposed_seconds(
     config: SyncConfig, compute: Compute, network: Network, world_size: int
 ) -> float:
-    """Return how much longer a step takes than that of one rank, which has `compute.batch` too."""
+    """Return the seconds that communication adds to a step with `compute.batch` images per rank."""
     size = compute.gradient_bytes
     if world_size == 1:
         return 0.0
@@ -72,7 +73,7 @@ def exposed_seconds(
         case AllReduceConfig(bucket=Bucket.parameter):
             latencies = (compute.num_gradients - 1) * network.all_reduce(0, world_size)
             return network.all_reduce(size, world_size) + latencies
-        case ParameterServerConfig():  # all gradients of the other ranks pass the server's link
+        case ParameterServerConfig():  # the server receives the gradients of all other ranks
             return 2 * (network.latency + (world_size - 1) * size / network.bandwidth)
         case _:
             return network.all_reduce(size, world_size)
@@ -81,8 +82,9 @@ def exposed_seconds(
 def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_size: int) -> float:
     """Return the seconds from the end of backward until DDP's last bucket has been reduced.
 
-    Backward is assumed to finish the buckets, all of one size, at equal intervals. A bucket is sent
-    when it is finished and the bucket before it has arrived.
+    It is assumed that all buckets have the same size, and that backward fills them at equal
+    intervals. The all-reduce of a bucket begins when backward has filled this bucket and the
+    all-reduce of the bucket before it has ended.
     """
     num_buckets = math.ceil(compute.gradient_bytes / 2**20 / config.cap_mb(compute.gradient_bytes))
     sent = compute.gradient_bytes / (1 if config.comm_hook is CommHook.none else 2)
@@ -92,7 +94,7 @@ def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_
 
 
 def smallest_hiding_batch(compute: Compute, network: Network, world_size: int) -> int:
-    """Return the smallest batch per rank whose forward and backward last as long as an all-reduce.
+    """Return the smallest batch per rank that computes at least as long as an all-reduce lasts.
 
     The time of forward and backward is assumed to be proportional to the batch.
     """

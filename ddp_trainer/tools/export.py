@@ -1,208 +1,184 @@
-"""Exports of a trained model as safetensors, ``torch.export`` and ONNX, which are checked."""
+"""Export a trained model as safetensors, ``torch.export`` and ONNX, and check the files."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cache
+from collections.abc import Callable
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import ConfigError, path_error, require
-from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.files import replace_file
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.data.augmentation import Normalize
 from ddp_trainer.models.weights import load_state
+from ddp_trainer.output import OTHER_OUTPUT, output_file, output_folder
 from ddp_trainer.tools.model_card import model_card
-from ddp_trainer.tools.preprocessing import Preprocessing
 from ddp_trainer.tools.splits import example_images
 from ddp_trainer.tools.trained_model import TrainedModel
 
 TOLERANCE = 1e-5
-"""The largest allowed difference of a probability from the checkpoint's."""
-PACKAGES = {
-    "safetensors": ["safetensors"],
-    "pt2": [],
-    "onnx": ["onnx", "onnxscript", "onnxruntime"],
-}
-"""The packages that each format of an exported file needs."""
-CHECK_BATCH = 64
+"""The maximum difference between a probability of a file and that of the checkpoint."""
 
 Probabilities = Callable[[Tensor], Tensor]
-Program = Callable[[], Any]
-"""A function that returns the model as a ``torch.export.ExportedProgram``."""
 
 
 class ExportedModel(nn.Module):
     """Returns probabilities, float32 [N, classes], for images, uint8 [N, C, H, W]."""
 
-    def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
+    def __init__(self, trained: TrainedModel) -> None:
         super().__init__()
-        self.model = model
-        self.normalize = Normalize(preprocessing.mean, preprocessing.std)
-        self.image_shape = preprocessing.image_shape
+        self.model = trained.model
+        self.normalize = Normalize(trained.preprocessing.mean, trained.preprocessing.std)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(self.normalize(images)).softmax(1)
+
+
+class Exporter:
+    """Writes a trained model to files; each method reads its file again and returns this model."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        self.model = ExportedModel(trained).eval()
+        self.image_shape = trained.preprocessing.image_shape
+        self.metadata = {
+            "class_names": json.dumps(trained.class_names),
+            "preprocessing": json.dumps(trained.preprocessing._asdict()),
+            "model": json.dumps(to_builtins(trained.config.model)),
+            "step": str(trained.step),
+        }
+
+    @cached_property
+    def program(self) -> Any:
+        """The model as a program of ``torch.export``, for batches of any size."""
+        example = torch.zeros(2, *self.image_shape, dtype=torch.uint8)
+        batch = torch.export.Dim("batch", min=1)
+        return torch.export.export(self.model, (example,), dynamic_shapes={"images": {0: batch}})
+
+    def write_safetensors(self, path: Path) -> Probabilities:
+        """Write weights and metadata to `path`; return the model with the weights of this file."""
+        from safetensors.torch import load_file, save
+
+        weights = self.model.model
+        state = {name: value.clone().contiguous() for name, value in weights.state_dict().items()}
+        path.write_bytes(save(state, metadata={"format": "pt", **self.metadata}))
+        load_state(weights, load_file(path))
+        return self.model
+
+    def write_pt2(self, path: Path) -> Probabilities:
+        """Write the program and the metadata to `path`; return the module read from this file."""
+        extra = {"metadata.json": json.dumps(self.metadata)}
+        with open(path, "wb") as file:
+            torch.export.save(self.program, file, extra_files=extra)
+        with open(path, "rb") as file:
+            return torch.export.load(file).module()
+
+    def write_onnx(self, path: Path) -> Probabilities:
+        """Write the program as ONNX to `path`; return a function that runs this file on images."""
+        import onnxruntime
+
+        exported: Any = torch.onnx.export(
+            self.program,
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["probabilities"],
+            dynamic_shapes={"images": {0: "batch"}},
+        )
+        exported.model.metadata_props.update(self.metadata)
+        exported.save(path, external_data=False)
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+class Format(NamedTuple):
+    """A format of an exported file: the packages that it needs, and its writer."""
+
+    packages: list[str]
+    write: Callable[[Exporter, Path], Probabilities]
+
+
+FORMATS = {
+    "safetensors": Format(["safetensors"], Exporter.write_safetensors),
+    "pt2": Format([], Exporter.write_pt2),
+    "onnx": Format(["onnx", "onnxscript", "onnxruntime"], Exporter.write_onnx),
+}
 
 
 def check_formats(formats: list[str]) -> None:
     """Check that all `formats` exist and that their packages are installed; ConfigError if not."""
     for name in formats:
         require(
-            name in PACKAGES,
-            f"format={name} is not a valid choice; choose from {', '.join(PACKAGES)}",
+            name in FORMATS,
+            f"format={name} is not a valid choice; choose from {', '.join(FORMATS)}",
         )
-        missing = [package for package in PACKAGES[name] if find_spec(package) is None]
+        missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
         fix = "pip install 'ddp_trainer[export]', or leave the format out"
         require(not missing, f"format={name} needs {', '.join(missing)}: {fix}")
 
 
-@torch.no_grad()
-def export_model(trained: TrainedModel, formats: list[str], *, num_images: int) -> list[str]:
-    """Write the model in each format, and its model card, to export/; return a line for each file.
+def export_model(
+    trained: TrainedModel, folder: Path, formats: list[str], *, num_images: int
+) -> list[str]:
+    """Lock `folder`, write the model to it, and return a line for each file: see `write_files`."""
+    check_formats(formats)
+    batches = example_images(trained, num_images)
+    with output_folder(folder, fix=OTHER_OUTPUT):
+        return write_files(trained, folder, formats, batches)
 
-    num_images: the number of images on which the probabilities of a file must agree with those of
-    the checkpoint; 0: no comparison.
+
+@torch.no_grad()
+def write_files(
+    trained: TrainedModel, folder: Path, formats: list[str], batches: list[Tensor]
+) -> list[str]:
+    """Write the model in each format, and its model card, to `folder`; return a line for each file.
+
+    batches: images, uint8 [N, C, H, W] each, on which the probabilities of a file must agree with
+    those of the checkpoint; none: no comparison.
 
     Raises:
-        ConfigError: the data or a format cannot be used, a file differs by more than `TOLERANCE`,
-        or cannot be written.
+        ConfigError: the data or a format cannot be used, the probabilities of a file differ by more
+        than `TOLERANCE`, or a file cannot be written.
         TransientError: the disk is full or does not answer.
     """
-    check_formats(formats)
-    images = example_images(trained, num_images)
-    folder = trained.run_dir / "export"
-    model = ExportedModel(trained.model, trained.preprocessing).eval()
-    expected = in_batches(model, images)
-    program = cache(lambda: export_program(model))
+    count = sum(map(len, batches))
+    exporter = Exporter(trained)
+    expected = in_batches(exporter.model, batches)
+    trained.check_finite(expected)
     differences = {}
     lines = []
     for name in formats:
         path = folder / f"model.{name}"
-        with new_file(path) as temporary, exporter_errors(f"format={name}", trained):
-            probabilities = WRITERS[name](trained, model, program, temporary)
-            change = (in_batches(probabilities, images) - expected).abs()
-            differences[name] = float(change.max()) if len(images) else 0.0
+        with output_file(path, fix=OTHER_OUTPUT) as file:
+            try:
+                probabilities = in_batches(FORMATS[name].write(exporter, Path(file.name)), batches)
+            except OSError:
+                raise
+            except Exception as error:  # because exporters raise many types
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise ConfigError(
+                    f"format={name} is not possible for model={trained.config.model.name}: {reason}"
+                ) from error
+            change = (probabilities - expected).abs()
+            differences[name] = float(change.max()) if count else 0.0
             require(
                 differences[name] <= TOLERANCE,
-                f"{path} was not written: on {len(images)} images its probabilities differ from the"
+                f"{path} was not written: on {count} images its probabilities differ from the"
                 f" checkpoint's by {differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed:"
                 " choose another format",
             )
-        compared = f"differs by at most {differences[name]:.1e} on {len(images):,} images"
-        result = compared if len(images) else "not compared"
+        compared = f"differs by at most {differences[name]:.1e} on {count:,} images"
+        result = compared if count else "not compared"
         lines.append(f"wrote {path} ({path.stat().st_size / 1e6:,.1f} MB, {result})")
 
     path = folder / "model_card.md"
-    with new_file(path) as temporary:
-        temporary.write_text(model_card(trained, differences, len(images)), encoding="utf-8")
+    with output_file(path, fix=OTHER_OUTPUT) as file:
+        file.write(model_card(trained, differences, count).encode(errors="replace"))
     return [*lines, f"wrote {path}"]
 
 
-@contextmanager
-def exporter_errors(setting: str, trained: TrainedModel) -> Iterator[None]:
-    """Turn an exception of an exporter, which may be of any kind, into a ConfigError."""
-    try:
-        yield
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(
-            f"{setting} is not possible for model={trained.config.model.name}: {reason}"
-        ) from error
-
-
-def in_batches(probabilities: Probabilities, images: Tensor) -> Tensor:
-    """Return the results of `probabilities` for `images`, in batches, as one tensor."""
-    parts = images.split(CHECK_BATCH) if len(images) else ()
-    return torch.cat([torch.empty(0), *map(probabilities, parts)])
-
-
-def export_program(model: ExportedModel) -> Any:
-    """Return the program that ``torch.export`` makes of `model`, for batches of any size."""
-    example = torch.zeros(2, *model.image_shape, dtype=torch.uint8)
-    return torch.export.export(
-        model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("batch", min=1)}}
-    )
-
-
-def write_safetensors(
-    trained: TrainedModel, model: ExportedModel, program: Program, path: Path
-) -> Probabilities:
-    """Write weights and metadata to `path`; return `model` with the weights of this file."""
-    from safetensors.torch import load_file, save
-
-    state = {name: value.clone().contiguous() for name, value in model.model.state_dict().items()}
-    path.write_bytes(save(state, metadata={"format": "pt", **metadata(trained)}))
-    load_state(model.model, load_file(path))
-    return model
-
-
-def write_pt2(
-    trained: TrainedModel, model: ExportedModel, program: Program, path: Path
-) -> Probabilities:
-    """Write `program` and the metadata to `path`; return the module read from this file."""
-    with open(path, "wb") as file:
-        torch.export.save(
-            program(), file, extra_files={"metadata.json": json.dumps(metadata(trained))}
-        )
-    with open(path, "rb") as file:
-        return torch.export.load(file).module()
-
-
-def write_onnx(
-    trained: TrainedModel, model: ExportedModel, program: Program, path: Path
-) -> Probabilities:
-    """Write `program` as ONNX to `path`; return a function that runs this file on images."""
-    import onnxruntime
-
-    exported: Any = torch.onnx.export(
-        program(),
-        dynamo=True,
-        verbose=False,
-        input_names=["images"],
-        output_names=["probabilities"],
-        dynamic_shapes={"images": {0: "batch"}},
-    )
-    exported.model.metadata_props.update(metadata(trained))
-    exported.save(path, external_data=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-WRITERS: Mapping[str, Callable[[TrainedModel, ExportedModel, Program, Path], Probabilities]] = {
-    "safetensors": write_safetensors,
-    "pt2": write_pt2,
-    "onnx": write_onnx,
-}
-
-
-def metadata(trained: TrainedModel) -> dict[str, str]:
-    """Return the metadata of an exported file, each value as JSON text."""
-    return {
-        "class_names": json.dumps(trained.class_names),
-        "preprocessing": json.dumps(asdict(trained.preprocessing)),
-        "model": json.dumps(to_builtins(trained.config.model)),
-        "step": str(trained.step),
-    }
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to `path` if no error is raised.
-
-    Raises:
-        ConfigError, TransientError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path) as file:
-            yield Path(file.name)
-    except OSError as error:
-        raise path_error(error, f"{path} cannot be written: {error.strerror or error}") from error
+def in_batches(probabilities: Probabilities, batches: list[Tensor]) -> Tensor:
+    """Return the results of `probabilities` for all `batches` as one tensor, [N, classes]."""
+    return torch.cat([torch.empty(0), *map(probabilities, batches)])

@@ -1,4 +1,4 @@
-"""``report=true``: the scores of the last evaluation and report.html at the end of a launch."""
+"""The observer of ``report=true``: it writes scores and report.html at the end of a launch."""
 
 import logging
 from functools import partial
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddp_trainer.config.observers import ReportConfig
 from ddp_trainer.data.dataset import sample_name
-from ddp_trainer.data.readers import read_images
+from ddp_trainer.data.loaders import read_images
 from ddp_trainer.scores.files import FOLDER, write_evaluation
 from ddp_trainer.scores.scores import Scores
 from ddp_trainer.tools.report.page import write_report
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class FinalReport(Observer):
     """Writes the last evaluation's scores to evaluation/last-<split>/, and report.html.
 
-    If the model was not evaluated after the last step, as after a graceful stop, writes only
-    report.html. A failure logs a warning.
+    Writes only report.html if the model was not evaluated after the last step, for example because
+    of a graceful stop. If a file cannot be written, logs a warning.
     """
 
     def __init__(self, config: ReportConfig) -> None:
@@ -31,7 +31,7 @@ class FinalReport(Observer):
         if not run.world.is_main:
             return
         path = run.run_dir / "report.html"
-        # A bad picture or a full disk must not fail a training that is done and saved.
+        # Because training is done and saved, a bad picture or a full disk must not raise here.
         try:
             if rows is not None and len(rows):
                 write_scores(run, rows)
@@ -42,20 +42,20 @@ class FinalReport(Observer):
 
 
 def write_scores(run: TrainingRun, rows: Tensor) -> None:
-    """Write the scores of `rows`, the gathered results of the last evaluation."""
-    data = run.config.data
+    """Write the scores of the last evaluation. rows: a result of `SampleResults.gather`."""
+    datasets = run.loaders.datasets
     about = {
         "checkpoint": "last",
-        "split": data.eval_split,
-        "data": data.description,
+        "split": datasets.eval_split,
+        "data": run.config.data.description,
         "step": run.step,
         "epoch": run.step // run.steps_per_epoch,
     }
 
     write_evaluation(
-        run.run_dir / FOLDER / f"last-{data.eval_split}",
-        Scores(rows, run.loaders.datasets.class_names),
+        run.run_dir / FOLDER / f"last-{datasets.eval_split}",
+        Scores(rows, datasets.class_names),
         about,
-        paths=partial(sample_name, run.loaders.datasets.eval),
+        paths=partial(sample_name, datasets.eval),
         read=partial(read_images, run.loaders.eval.reader),
     )

@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import path_error, require
-from ddp_trainer.data.images.file_index import IMAGE_FILES, walk
+from ddp_trainer.data.dataset import BadImageError
+from ddp_trainer.data.images.file_index import (
+    IMAGE_FILES,
+    path_errors,
+    walk,
+    warn_of_broken_links,
+)
 from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.distributed.environment import usable_cores
@@ -20,7 +26,7 @@ from ddp_trainer.tools.trained_model import TrainedModel
 
 
 class PictureFiles(Dataset[tuple[Tensor, int]]):
-    """Image files. An item is a preprocessed image, uint8 [C, H, W], and 0 instead of a label."""
+    """A data set of image files. An item is a preprocessed image, uint8 [C, H, W], and label 0."""
 
     def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
         self.paths = paths
@@ -30,7 +36,11 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.preprocessing.prepare(read_file(Path(self.paths[index]))), 0
+        image = read_file(Path(self.paths[index]), self.preprocessing.image_shape[0])
+        try:
+            return self.preprocessing.prepare(image), 0
+        except ValueError as error:
+            raise BadImageError(str(error)) from error
 
     def path(self, index: int) -> str:
         """Return the path of the file with this index."""
@@ -40,14 +50,13 @@ class PictureFiles(Dataset[tuple[Tensor, int]]):
 def predict_files(
     trained: TrainedModel, classifier: Classifier, paths: list[str], *, batch_size: int, top: int
 ) -> Iterator[tuple[str, Prediction | str]]:
-    """Yield each path, in order, with the prediction of `classifier`, or why there is none."""
+    """Yield each path, in order, with its `Prediction` or the reason why it cannot be read."""
     threads = trained.config.num_threads
     torch.set_num_threads(threads if isinstance(threads, int) else usable_cores())
     keep_freed_memory()
-    channels, height, width = classifier.preprocessing.image_shape
     reader = SampleReader(
-        PictureFiles(paths, classifier.preprocessing),
-        image_shape=(channels, height, width),
+        PictureFiles(paths, trained.preprocessing),
+        image_shape=trained.preprocessing.image_shape,
         num_classes=1,
         num_workers=num_readers(trained.config.data.num_workers, local_world_size=1),
         pin_memory=classifier.device.type == "cuda",
@@ -64,14 +73,14 @@ def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list
     """Return the image files that `words` name: files, folders of images, or - for paths on stdin.
 
     Raises:
-        ConfigError: a file cannot be read, or a folder has no image.
+        ConfigError: a word names no file or folder that can be read, or a folder has no image.
         TransientError: the file system does not answer.
     """
     paths: list[str] = []
     for word in words:
         if word == "-":
             text = b"".join(standard_input)
-            separator = b"\0" if b"\0" in text else b"\n"  # from find -print0
+            separator = b"\0" if b"\0" in text else b"\n"  # NUL is from find -print0
             paths += [os.fsdecode(line) for line in text.split(separator) if line]
         elif os.path.isdir(word):
             paths += pictures_in(word)
@@ -87,11 +96,15 @@ def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list
 
 
 def pictures_in(folder: str) -> list[str]:
-    """Return the sorted paths of the images in a folder and its subfolders."""
-    try:
-        names = sorted(name for name, _, _ in walk(os.fsencode(folder), b"", [], set()))
-    except OSError as error:
-        message = f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}"
-        raise path_error(error, message) from error
+    """Return the sorted paths of the images in a folder and its subfolders.
+
+    Raises:
+        ConfigError: there is no image.
+    """
+    broken_links: list[bytes] = []
+    with path_errors():
+        files = walk(os.fsencode(folder), b"", [], broken_links, set())
+        names = sorted(name for name, _, _ in files)
+    warn_of_broken_links(folder, sorted(broken_links))
     require(bool(names), f"{folder} has no image: {IMAGE_FILES}")
     return [os.path.join(folder, os.fsdecode(name)) for name in names]

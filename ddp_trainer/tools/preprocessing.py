@@ -1,65 +1,58 @@
-"""The preprocessing of a model's input: from a picture of any size to pixels."""
+"""The preprocessing of a model's input, which converts a picture of any size to one shape."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ddp_trainer.data.images.decoding import Box, resize
+from ddp_trainer.data.dataset import Shape
+from ddp_trainer.data.images.decoding import Box, resize, with_channels
 
-LUMA = (0.299, 0.587, 0.114)
-"""The shares of red, green and blue in a gray value: those of ITU-R BT.601, as in Pillow."""
+STRETCH = "stretch"
 
 
-@dataclass(frozen=True, slots=True)
-class Preprocessing:
+class Preprocessing(NamedTuple):
     """The preprocessing of a model's input, as it is saved in checkpoints."""
 
     mean: list[float]
     """Mean per channel, on pixels scaled to [0, 1]; one value applies to all channels."""
     std: list[float]
     """Standard deviation per channel; one value applies to all channels."""
-    image_shape: list[int]
-    """Channels, height and width."""
-    center_crop: float | None = None
-    """The side of the part in the center that is used, as a share of the largest; None: 1."""
+    image_shape: Shape
+    center_crop: float | str | None = None
+    """The side of the center crop, divided by that of the largest possible center crop.
+
+    `STRETCH`: a picture is not cropped. None: unknown, so that pictures of another size are
+    refused.
+    """
 
     def prepare(self, image: Tensor) -> Tensor:
         """Return `image` with the channels and the size that the model expects.
 
-        image: uint8 [c, h, w] -> uint8 [C, H, W]. If its ratio of height to width is another, its
-        ends are cut off, so that it is not distorted. ValueError if its channels cannot be
-        converted.
+        image: uint8 [c, h, w]. Returns uint8 [C, H, W].
+
+        Raises:
+            ValueError: the channels cannot be converted, or the image has another size and
+            `center_crop` is unknown.
         """
         channels, height, width = self.image_shape
         image = with_channels(image, channels)
-        if self.center_crop is None and image.shape[1:] == (height, width):
+        is_prepared = image.shape[1:] == (height, width)
+        if is_prepared and self.center_crop in (None, 1, STRETCH):
             return image
+        if self.center_crop is None:
+            raise ValueError(
+                f"it has {image.shape[2]} × {image.shape[1]} pixels, and the model expects"
+                f" {width} × {height}; its data set does not say how it prepares pictures: prepare"
+                " the picture in the same way, or add the member center_crop to the data set"
+            )
         return resize(image, self.box(*image.shape[1:]), (height, width))
 
     def box(self, height: int, width: int) -> Box:
-        """Return the centered part of `height` × `width` pixels that the model sees."""
+        """Return the part that the model sees of an image of `height` × `width` pixels."""
+        if self.center_crop == STRETCH:
+            return Box(0, 0, height, width)
         _, rows, columns = self.image_shape
         is_low = height * columns <= width * rows
         used = (height, height * columns / rows) if is_low else (width * rows / columns, width)
-        rows, columns = (max(1, round((self.center_crop or 1) * side)) for side in used)
+        rows, columns = (max(1, round(float(self.center_crop or 1) * side)) for side in used)
         return Box((height - rows) // 2, (width - columns) // 2, rows, columns)
-
-
-def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Return uint8 [c, h, w] with `channels` channels: color as gray, or gray repeated.
-
-    Raises:
-        ValueError: any other number of channels.
-    """
-    if image.shape[0] == channels:
-        return image
-    if (image.shape[0], channels) == (3, 1):
-        weights = torch.tensor(LUMA)[:, None, None]
-        return (image * weights).sum(0, keepdim=True).round().to(torch.uint8)
-    if image.shape[0] == 1:
-        return image.expand(channels, -1, -1)
-    raise ValueError(
-        f"the image has {image.shape[0]} channels, and the model expects {channels}: convert the"
-        " image"
-    )

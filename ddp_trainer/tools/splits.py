@@ -1,30 +1,33 @@
 """The images on which a trained model is scored."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.data import ImageFolderConfig, SplitName
-from ddp_trainer.config.errors import require
+from ddp_trainer.config.data import ImageFolderConfig, ManifestConfig, SplitName
+from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import ImageTensors, Split, num_samples
-from ddp_trainer.data.datasets.image_folder import open_folder
+from ddp_trainer.data.datasets.image_folder import open_other_folder, open_test_folder
+from ddp_trainer.data.datasets.manifest import open_manifest_split
 from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.tools.trained_model import TrainedModel
 
+BATCH_SIZE = 64
 
-@dataclass(frozen=True, slots=True)
-class NamedSplit:
-    """A split, its name, the digest of its data set, and whether the data set has changed."""
+
+class NamedSplit(NamedTuple):
+    """A split, its name, and the digest of its data set."""
 
     name: str
     images: Split
     fingerprint: str
-    """A digest of the whole data set to which the split belongs."""
-    is_changed: bool = False
-    """Whether the data set has changed since the training."""
+    """A digest of the images, or of the whole data set to which they belong."""
+    is_other: bool = False
+    """Whether the images are not of the data set with which the model was trained."""
 
 
 def choose_split(
@@ -32,35 +35,64 @@ def choose_split(
 ) -> NamedSplit:
     """Return a split of the run's data set; name None: the split on which the training evaluated.
 
-    is_other_folder: the user has set data.root; if it is a folder of images (data=imagefolder),
-    name=test is its subfolder test, valid, validation or val, or else data.root itself, with one
-    subfolder per class.
+    is_other_folder: whether the user has set data.root or data.file. With data=imagefolder, the
+    split is then that of `open_other_folder`, and with data=manifest that of
+    `open_manifest_split`, unless they are a copy of the data of the training, or `name` is train.
 
     Raises:
         ConfigError: there is no such split, or its classes or the shape of its images are not those
         of the model.
     """
     config = trained.config.data
-    name = name or SplitName[config.eval_split]
+    wanted = name or trained.eval_split
+    is_extra_test = wanted == "test" and trained.eval_split == "validation"
+    if isinstance(config, ImageFolderConfig | ManifestConfig) and wanted != "train":
+        is_other = is_other_folder and not is_copy(trained)
+        if is_other or is_extra_test:
+            return open_files(config, wanted, trained.class_names, is_other=is_other)
     require(
-        name is not SplitName.validation or config.validation_fraction > 0,
+        wanted != "validation" or trained.eval_split == "validation",
         f"split=validation does not exist: {trained.run_dir} held out no images; choose test or"
         " train",
     )
-    is_test = name is SplitName.test
-    if is_other_folder and isinstance(config, ImageFolderConfig) and is_test:
-        images = open_folder(config, trained.class_names)
-        return NamedSplit(name.name, images, images.fingerprint())
-    needed = replace(config, validation_fraction=0.0) if is_test else config
-    datasets = build_datasets(needed)
+    whole = replace(config, validation_fraction=0.0, fold=None)
+    datasets = build_datasets(whole if is_extra_test else config)
     check_fit(trained, list(datasets.class_names), datasets.image_shape)
-    is_changed = needed == config and datasets.fingerprint != trained.data_fingerprint
-    images = datasets.train if name is SplitName.train else datasets.eval
-    return NamedSplit(name.name, images, datasets.fingerprint, is_changed)
+    is_other = not is_extra_test and datasets.fingerprint != trained.data_fingerprint
+    images = datasets.train if wanted == "train" else datasets.eval
+    return NamedSplit(wanted, images, datasets.fingerprint, is_other)
+
+
+def open_files(
+    config: ImageFolderConfig | ManifestConfig,
+    split: str,
+    class_names: list[str],
+    *,
+    is_other: bool,
+) -> NamedSplit:
+    """Return a split of a folder or a table that the training did not evaluate on.
+
+    is_other: whether it has other images than those of the training.
+    """
+    if isinstance(config, ManifestConfig):
+        images = open_manifest_split(config, split, class_names, may_be_whole=is_other)
+    elif is_other:
+        split, images = open_other_folder(config, class_names)
+    else:
+        images = open_test_folder(config, class_names)
+    return NamedSplit(split, images, images.fingerprint(), is_other)
+
+
+def is_copy(trained: TrainedModel) -> bool:
+    """Return whether data.root has the same files as the folder of the training."""
+    try:
+        return build_datasets(trained.config.data).fingerprint == trained.data_fingerprint
+    except ConfigError:  # data.root has other folders
+        return False
 
 
 def check_fit(trained: TrainedModel, names: list[str], shape: tuple[int, int, int]) -> None:
-    """Raise ConfigError if class names or the shape of images are not those of the model."""
+    """Raise ConfigError if class names or image shape of a data set are not those of the model."""
     data = f"data={trained.config.data.name}"
     known = trained.class_names
     require(
@@ -68,27 +100,30 @@ def check_fit(trained: TrainedModel, names: list[str], shape: tuple[int, int, in
         f"{data} has other classes than the model: {', '.join(names[:5])} … in place of"
         f" {', '.join(known[:5])} …",
     )
-    expected = tuple(trained.preprocessing.image_shape)
+    expected = trained.preprocessing.image_shape
     require(
         shape == expected,
         f"{data} has images of the shape {shape} and the model expects {expected}",
     )
 
 
-def example_images(trained: TrainedModel, count: int) -> Tensor:
-    """Return up to `count` evenly spaced images of the evaluation split: uint8 [N, C, H, W]."""
-    channels, height, width = trained.preprocessing.image_shape
+def example_images(trained: TrainedModel, count: int) -> list[Tensor]:
+    """Return up to `count` evenly spaced images of the evaluation split, in batches.
+
+    A batch is uint8 [B, C, H, W]. Images that cannot be read are left out. With count=0, the data
+    set is not read.
+    """
     if not count:
-        return torch.empty(0, channels, height, width, dtype=torch.uint8)
+        return []
     images = choose_split(trained).images
     size = num_samples(images)
-    ids = torch.linspace(0, size - 1, min(count, size)).long()
+    batches = torch.linspace(0, size - 1, min(count, size)).long().split(BATCH_SIZE)
     if isinstance(images, ImageTensors):
-        return images.images[ids]
+        return [images.images[ids] for ids in batches]
     reader = SampleReader(
         images,
-        image_shape=(channels, height, width),
+        image_shape=trained.preprocessing.image_shape,
         num_classes=len(trained.class_names),
         num_workers=num_readers(trained.config.data.num_workers, local_world_size=1),
     )
-    return torch.cat([pixels[labels != NO_LABEL] for pixels, labels in reader.read(ids.split(64))])
+    return [pixels[labels != NO_LABEL] for pixels, labels in reader.read(batches)]

@@ -1,9 +1,8 @@
 """The measurements of benchmark and plan: steps of each strategy, and all-reduces."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from ddp_trainer import registry
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.schema import RecoveryConfig
 from ddp_trainer.config.sync import (
     NoSyncConfig,
     ParameterServerConfig,
@@ -22,7 +22,7 @@ from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.distributed.environment import installed_versions
 from ddp_trainer.distributed.world import World
 from ddp_trainer.observers.step_times import StepTimer
-from ddp_trainer.start import Start
+from ddp_trainer.start import Setup
 from ddp_trainer.timing import median_seconds
 from ddp_trainer.tools.costs import VARIANTS, Compute, Network
 from ddp_trainer.training.loop import in_data_phase
@@ -31,23 +31,26 @@ from ddp_trainer.training.phase import TAGS, Phase
 Tags = dict[str, float]
 """The measurements of a `StepTimer` over several steps, by tag such as ``time/step_ms``."""
 WARMUP_STEPS = 3
-"""DDP rebuilds its buckets after step 1, and PowerSGD begins at step 3."""
+"""The minimum number of steps that are not measured.
+
+DDP rebuilds its buckets after step 1, and PowerSGD starts to compress at step 3.
+"""
 LARGE = 2**22
-"""Elements of the tensor that measures bandwidth: a smaller one measures mostly latency."""
+"""Number of elements of the tensor that measures bandwidth; a small one measures mostly latency."""
 
 
 class StepRun:
-    """A training step for the config of `begun`, with a timer and with `loaders`."""
+    """A training step for the config of `setup`, with a timer, and with `loaders` for batches."""
 
-    def __init__(self, begun: Start, loaders: Loaders) -> None:
+    def __init__(self, setup: Setup, loaders: Loaders) -> None:
         self.loaders = loaders
-        self.step = begun.build_step()
-        self.timer = StepTimer(begun.world.device, self.step.model)
+        self.step = setup.build_step()
+        self.timer = StepTimer(setup.world.device, self.step.model)
         self.step.on_phase = self.timer.enter
         self.step.sync.begin()
 
     def take_steps(self, count: int) -> Tags:
-        """Take `count` optimizer steps; return step time, phases and images per second, by tag."""
+        """Take `count` optimizer steps; return their measurements (see `Tags`)."""
         torch.set_num_threads(self.step.world.num_threads)
         sampler = self.loaders.sampler
         self.step.begin_training()
@@ -69,90 +72,99 @@ def without_other_ranks(world: World) -> World:
 
 
 def compare_strategies(
-    begun: Start, *, rounds: int, steps: int, names: Sequence[str] | None
+    setup: Setup, *, rounds: int, steps: int, names: Sequence[str]
 ) -> dict[str, Any] | None:
     """Measure strategies; return the content of benchmark.json on rank 0, None elsewhere.
 
-    names: choices of sync; None: all that can run here. Each round measures every strategy once, so
-    that a slow minute of the machine slows all strategies. Collective; ConfigError on all ranks if
-    one of `names` cannot run here.
+    Each round measures every strategy once, so that a slow minute of the machine slows all of them.
+    Collective: every rank must call this. names: choices of sync; if empty, all choices that can
+    run here.
+
+    Raises:
+        ConfigError: on all ranks, if one of `names` cannot run here.
     """
-    world = begun.world
-    runs, left_out = build_strategies(begun, names)
-    if names is not None and left_out:
-        runs.clear()  # a DDP module that is alive at exit may abort the interpreter
-        raise ConfigError(next(iter(left_out.values())))
-    windows: dict[str, list[Tags]] = {name: [] for name in runs}
+    world = setup.world
+    runs, left_out = build_strategies(setup, names)
+    measured: dict[str, list[Tags]] = {name: [] for name in runs}
     for count in [max(steps, WARMUP_STEPS)] + rounds * [steps]:
         for name, run in runs.items():
-            world.all_gather_object(None)
-            windows[name].append({} if run is None else run.take_steps(count))
+            world.all_gather_object(None)  # a barrier, because some strategies use rank 0 only
+            if run is not None:
+                measured[name].append(run.take_steps(count))
     torch.set_num_threads(world.num_threads)
     if not world.is_main:
         return None
-    measured = {name: tags[1:] for name, tags in windows.items()}
     base = next(iter(measured.values()))
     return {
-        "title": title(begun),
+        "title": title(setup),
         "versions": installed_versions(),
-        "config": to_builtins(begun.config),
+        "config": to_builtins(setup.config),
         "rows": [{"name": name, **summarize(tags, base)} for name, tags in measured.items()],
         "left_out": left_out,
     }
 
 
 def build_strategies(
-    begun: Start, names: Sequence[str] | None
+    setup: Setup, names: Sequence[str]
 ) -> tuple[dict[str, StepRun | None], dict[str, str]]:
-    """Return the step of each strategy that can run, and why others cannot. Collective.
+    """Return a `StepRun` per strategy, and for those that cannot run the reason. Collective.
 
-    A step is None on a rank that takes no part in the strategy. names: choices of sync; None: all
-    choices.
+    Both are by row name in the table. The `StepRun` is None on a rank that the strategy does not
+    use. names: choices of sync; if empty, all choices.
+
+    Raises:
+        ConfigError: on all ranks, if one of `names` cannot run here.
     """
-    world = begun.world
+    world = setup.world
     num_threads = world.num_threads * world.local_world_size
     alone = replace(without_other_ranks(world), num_threads=num_threads)
-    loaders: Callable[[World], Loaders] = cache(
-        lambda world: replace(begun, world=world).build_loaders()
-    )
+    loaders = {own: replace(setup, world=own).build_loaders() for own in (world, alone)}
     runs: dict[str, StepRun | None] = {}
     left_out: dict[str, str] = {}
 
     def build(sync: SyncConfig) -> StepRun | None:
         own = alone if sync.single_process else world
-        config = replace(begun.config, sync=sync)
+        # Without CUDA graphs, because they have no phases and not all strategies can use them.
+        config = replace(setup.config, sync=sync, cuda_graphs=False, recovery=RecoveryConfig())
         config.check_world_size(own.world_size)
         if sync.single_process and not world.is_main:
             return None
-        return StepRun(replace(begun, config=config, world=own), loaders(own))
+        return StepRun(replace(setup, config=config, world=own), loaders[own])
 
     for name in names or registry.choices("sync"):
         for variant, sync in variants(name, world).items():
             try:
                 runs[variant] = world.raise_on_any_rank(lambda sync=sync: build(sync))
             except ConfigError as error:
+                if names:
+                    runs.clear()  # because a DDP module that exists at exit may abort the process
+                    raise
                 left_out[variant] = str(error)
     return runs, left_out
 
 
 def variants(name: str, world: World) -> dict[str, SyncConfig]:
-    """Return the configs with which the strategy `name` is measured, by row name in the table."""
-    if name == "replicas":
-        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        devices = gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size
-        return {name: ReplicasConfig(devices=devices)}
-    known = {variant: config for variant, config in VARIANTS.items() if config.name == name}
-    if name == "parameter_server":
-        known[f"{name}, {world.world_size}"] = ParameterServerConfig(num_servers=world.world_size)
-    return known or {name: registry.choices("sync")[name].schema()}
+    """Return the configs to measure for the choice `name` of sync, by row name in the table."""
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    devices = gpus if world.device.type == "cuda" else ["cpu"] * world.local_world_size
+    size = world.world_size
+    known = VARIANTS | {
+        f"parameter_server, {size}": ParameterServerConfig(num_servers=size),
+        "replicas": ReplicasConfig(devices=devices),
+    }
+    own = {variant: config for variant, config in known.items() if config.name == name}
+    return own or {name: registry.choices("sync")[name].schema()}
 
 
 def summarize(windows: list[Tags], base: list[Tags]) -> dict[str, Any]:
-    """Return medians over the rounds `windows`; step times are divided by those of `base`."""
-    medians = median_tags(windows)
+    """Return a row of the table: medians over `windows`, except the first, which is the warm-up.
+
+    The keys "relative…" have step times divided by those of `base` in the same round.
+    """
+    medians = median_tags(windows[1:])
     ratios = [
         tags["time/step_ms"] / first["time/step_ms"]
-        for tags, first in zip(windows, base, strict=True)
+        for tags, first in zip(windows[1:], base[1:], strict=True)
     ]
     return {
         "images_per_second": medians["throughput/images_per_second"],
@@ -169,10 +181,10 @@ def median_tags(windows: Sequence[Tags]) -> Tags:
     return {tag: statistics.median(tags[tag] for tags in windows) for tag in windows[0]}
 
 
-def title(begun: Start) -> str:
-    """Return the measured job, for example as the title of the table."""
-    config = begun.config
-    world = begun.world
+def title(setup: Setup) -> str:
+    """Return a description of the measured job, which is the title of the table."""
+    config = setup.config
+    world = setup.world
     is_cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if is_cuda else "CPU"
     return (
@@ -182,15 +194,24 @@ def title(begun: Start) -> str:
     )
 
 
-def measure_compute(begun: Start, *, steps: int) -> Compute:
-    """Return the compute times of this rank with its share of the batch."""
-    batch = begun.config.global_batch_size // begun.world.world_size
-    config = replace(begun.config, sync=NoSyncConfig(), global_batch_size=batch)
-    alone = replace(begun, config=config, world=without_other_ranks(begun.world))
+def measure_compute(setup: Setup, *, steps: int) -> Compute:
+    """Return the compute times of this rank with its share of the batch, without other ranks."""
+    world_size = setup.world.world_size
+    batch = setup.config.global_batch_size // world_size
+    shards = setup.config.shards
+    config = replace(
+        setup.config,
+        sync=NoSyncConfig(),
+        global_batch_size=batch,
+        shards=max(1, shards // world_size) if shards else None,
+        cuda_graphs=False,
+        recovery=RecoveryConfig(),
+    )
+    alone = replace(setup, config=config, world=without_other_ranks(setup.world))
     run = StepRun(alone, alone.build_loaders())
     run.take_steps(WARMUP_STEPS)
     tags = median_tags([run.take_steps(steps) for _ in range(3)])
-    # The end of backward has a tag of its own.
+    # The timer counts the end of backward, after the last gradient, as communication.
     seconds = (tags["time/forward_backward_ms"] + tags["time/communication_ms"]) / 1e3
     sizes = [4 * p.numel() for p in run.step.model.parameters() if p.requires_grad]
     return Compute(
@@ -203,7 +224,7 @@ def measure_compute(begun: Start, *, steps: int) -> Compute:
 
 
 def measure_network(world: World) -> Network:
-    """Return latency and bandwidth, measured by all-reduces. Collective."""
+    """Return latency and bandwidth, measured by a small and a large all-reduce. Collective."""
     large = torch.zeros(LARGE, device=world.device)
     num_messages = 2 * (world.world_size - 1)
     latency, seconds = (

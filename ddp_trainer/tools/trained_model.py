@@ -1,18 +1,19 @@
 """A trained model from a checkpoint, with its config, its classes and its preprocessing."""
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf.errors import OmegaConfBaseException
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
 from ddp_trainer.config.composition import from_builtins
-from ddp_trainer.config.errors import ConfigError, require, require_run_dir
+from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.keys import change_keys, free_keys
+from ddp_trainer.config.run_dirs import check_links, require_run_dir
 from ddp_trainer.config.schema import Config
 from ddp_trainer.models import build_model
 from ddp_trainer.models.weights import load_state
@@ -26,6 +27,7 @@ KEYS = (
     "model",
     "config",
     "class_names",
+    "eval_split",
     "preprocessing",
     "data_fingerprint",
     "step",
@@ -34,26 +36,35 @@ KEYS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedModel:
+class TrainedModel(NamedTuple):
     """The model of a checkpoint. Its parameters are on the CPU, and it is in evaluation mode."""
 
     run_dir: Path
     checkpoint: str
-    """best, last or a step, as the caller has given it."""
+    """best, last or a step; last if best was chosen and does not exist."""
     config: Config
     model: nn.Module
     class_names: list[str]
+    eval_split: str
+    """The name of the split on which the training evaluated: "validation" or "test"."""
     preprocessing: Preprocessing
     step: int
     epoch: int
     data_fingerprint: str
     evaluation: tuple[float | None, float, int]
-    """Loss, top-1 and number of images of the last evaluation before it; 0 images: none."""
+    """Loss, top-1 and number of images of the last evaluation up to `step`; 0 images: none."""
+
+    def check_finite(self, values: Tensor) -> None:
+        """Raise ConfigError if one of `values`, which the model has computed, is not finite."""
+        require(
+            bool(values.isfinite().all()),
+            f"{self.run_dir}: the logits of checkpoint={self.checkpoint} are infinite or NaN,"
+            " though its weights are not: choose the checkpoint of an earlier step",
+        )
 
 
 def load_model(
-    run_dir: Path, checkpoint: str = BEST, overrides: Iterable[str] = ()
+    run_dir: Path, checkpoint: str = BEST, overrides: Sequence[str] = ()
 ) -> TrainedModel:
     """Return the model of a checkpoint in `run_dir`: best, last (the newest), or a step.
 
@@ -64,20 +75,28 @@ def load_model(
         valid.
     """
     require_run_dir(run_dir)
+    check_links(run_dir)
+    checkpoint = last_without_best(run_dir, checkpoint)
     path, state = read_checkpoint(run_dir, checkpoint)
     check_version(path, state)
     config = from_builtins(override(state["config"], overrides))
-    preprocessing = Preprocessing(**state["preprocessing"])
-    channels, height, width = preprocessing.image_shape
-    names = list(state["class_names"])
-    model = build_model(
-        replace(config.model, weights=None),
-        image_shape=(channels, height, width),
-        num_classes=len(names),
+    shape = tuple(state["preprocessing"]["image_shape"])
+    preprocessing = Preprocessing(**state["preprocessing"] | {"image_shape": shape})
+    channels = (1, shape[0])
+    require(
+        len(preprocessing.mean) in channels
+        and len(preprocessing.std) in channels
+        and min(preprocessing.std) > 0,
+        f"{path} has mean={preprocessing.mean} and std={preprocessing.std} for images of {shape[0]}"
+        " channels: it is damaged",
     )
+    names = list(state["class_names"])
     try:
+        model = build_model(
+            replace(config.model, weights=None), image_shape=shape, num_classes=len(names)
+        )
         load_state(model, state.get("ema") or state["model"])
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{path} does not fit the installed code of model={config.model.name} ({reason}):"
@@ -89,6 +108,7 @@ def load_model(
         config=config,
         model=model.eval(),
         class_names=names,
+        eval_split=state["eval_split"],
         preprocessing=preprocessing,
         step=state["step"],
         epoch=state["epoch"],
@@ -98,7 +118,7 @@ def load_model(
 
 
 def check_version(path: Path, state: State) -> None:
-    """Raise ConfigError if another version of this package wrote a checkpoint."""
+    """Raise ConfigError if this version of the package cannot read the state of a checkpoint."""
     other = f"{path} was written by another version of ddp_trainer"
     fix = "use the version that wrote it"
     missing = [key for key in KEYS if key not in state]
@@ -112,26 +132,36 @@ def check_version(path: Path, state: State) -> None:
         ) from error
 
 
-def override(config: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
-    """Return `config` changed by `words`, ``key=value``; ConfigError for keys that are not free."""
-    words = list(words)
+def override(config: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return `config` changed by `words`, ``key=value``.
+
+    Raises:
+        ConfigError: a key is not one that a resumed run may change.
+    """
     changed = change_keys(config, words)
-    free = free_keys(config)
     for word in words:
         require(
-            word.partition("=")[0] in free,
+            word.partition("=")[0] in free_keys(config),
             f"{word} would change what was trained: leave it out; keys such as data.root and device"
             " can be set",
         )
     return changed
 
 
+def last_without_best(run_dir: Path, checkpoint: str) -> str:
+    """Return "last" for "best" if only step checkpoints exist, else `checkpoint`."""
+    choices = checkpoint_files(run_dir / "checkpoints")
+    if checkpoint != BEST or BEST in choices or LAST not in choices:
+        return checkpoint
+    logger.warning("%s has no best.pt: using the newest checkpoint", run_dir)
+    return LAST
+
+
 def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
     """Return path and state of a checkpoint: best, last (the newest good one), or a step.
 
     Raises:
-        ConfigError: the checkpoint does not exist or is damaged; the message lists the existing
-        ones.
+        ConfigError: the checkpoint does not exist or is damaged; the message lists the others.
     """
     choices = checkpoint_files(run_dir / "checkpoints")
     reason = "does not exist"
@@ -141,14 +171,14 @@ def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
         except DamagedCheckpointError as error:
             reason = str(error)
             logger.warning("checkpoint %s %s", path, error)
-    existing = f"choose from {', '.join(choices)}"
-    fix = existing if choices else "the run has not saved a checkpoint yet"
+    others = [name for name, paths in choices.items() if paths != choices.get(checkpoint)]
+    fix = f"choose from {', '.join(others)}" if others else "the run has no other checkpoint yet"
     raise ConfigError(f"checkpoint={checkpoint} of {run_dir} {reason}: {fix}")
 
 
 def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the files to try, in order, by the name of a checkpoint: best, last, or a step."""
+    """Return the files to try, in order, for each name of a checkpoint: best, last, or a step."""
     paths = sorted(folder.glob(f"step-{8 * '[0-9]'}.pt"), reverse=True)
     files = {BEST: [folder / "best.pt"], LAST: paths}
     files |= {str(int(path.stem[5:])): [path] for path in paths}
-    return {name: paths for name, paths in files.items() if paths and paths[0].exists()}
+    return {name: paths for name, paths in files.items() if any(path.is_file() for path in paths)}

@@ -2,25 +2,30 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
-import yaml
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
+from ddp_trainer.config.errors import printable
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.files import read_records
+from ddp_trainer.tools.folder_reader import FolderReader, text, whole
 from ddp_trainer.training.metrics import SampleDigest
-from ddp_trainer.training.summary import Summary
 
+MAX_SAMPLES = 2**27
+"""More samples than any data set of images in files has; their order needs 1 GiB of memory."""
+MAX_EPOCHS = 100_000
+CHUNK = 4096
+"""Number of steps whose samples are hashed at once."""
 CHECKPOINT_KEYS = ("step", "epoch", "config", "train_samples")
-"""What the checks need of a checkpoint: not its tensors, because a run has several checkpoints."""
+"""The entries of a checkpoint that are kept for the checks; the tensors would need much memory."""
 
 
 def find_damage(run_dir: Path) -> dict[str, list[str]]:
-    """Return the problems that each check finds, one text each, by the name of the check."""
+    """Return, for the name of each check, a list with a text for each problem; []: no problem."""
     files = RunFiles(run_dir)
     return {name: list(check(files)) for name, check in CHECKS.items()}
 
@@ -30,56 +35,65 @@ class RunFiles:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.metrics = run_dir / "metrics.jsonl"
-        self.has_metrics = self.metrics.exists()
-        lines = read_records(self.metrics) if self.has_metrics else ()
-        self.records = [record for _, record in lines]
+        reader = FolderReader(run_dir)
+        reader.read_object("config.yaml", dict)
+        self.summary = reader.read_object("summary.json", dict)
+        self.records = list(reader.read_json_lines("metrics.jsonl"))
+        self.has_metrics = (run_dir / "metrics.jsonl").exists()
         self.training_steps = [record["step"] for record in self.records if "train/loss" in record]
-        paths = sorted(run_dir.glob("checkpoints/*.pt"))
-        self.checkpoints = {path.name: state_or_reason(path) for path in paths}
-        states = [state for state in self.checkpoints.values() if not isinstance(state, str)]
-        self.newest: State | None = max(states, key=lambda state: state["step"], default=None)
+        self.damaged_files = reader.problems
+        self.damaged_checkpoints: list[str] = []
+        self.states: dict[str, State] = {}
+        """`CHECKPOINT_KEYS` of each good checkpoint, by the name of its file."""
+        for path in sorted(run_dir.glob("checkpoints/*.pt")):
+            try:
+                state = read_state(path)
+                kept = {key: state[key] for key in CHECKPOINT_KEYS}
+                check_numbers(kept)
+                self.states[path.name] = kept
+            except DamagedCheckpointError as error:
+                self.damaged_checkpoints.append(f"{path.name}: {error}")
+            except KeyError as error:
+                self.damaged_checkpoints.append(f"{path.name}: lacks {error}")
+        self.newest = max(self.states.values(), key=itemgetter("step"), default=None)
 
 
-def state_or_reason(path: Path) -> State | str:
-    """Return `CHECKPOINT_KEYS` of a checkpoint; if it is damaged or lacks one, why, as a text."""
-    try:
-        state = read_state(path)
-    except DamagedCheckpointError as error:
-        return str(error)
-    missing = [key for key in CHECKPOINT_KEYS if key not in state]
-    if missing:
-        return f"lacks {', '.join(missing)}"
-    return {key: state[key] for key in CHECKPOINT_KEYS}
+def check_numbers(state: State) -> None:
+    """Check the numbers from which the samples of an epoch follow.
+
+    Raises:
+        KeyError: the config lacks one.
+        DamagedCheckpointError: one is no number that a training could have.
+    """
+    config = state["config"]
+    batch = config["global_batch_size"]
+    count = state["train_samples"]
+    are_whole = all(type(number) is int for number in (batch, count, config["seed"]))
+    if not are_whole or not 0 < batch <= count < MAX_SAMPLES:
+        raise DamagedCheckpointError(f"has {count} samples in batches of {batch}"[:100])
+    if state["epoch"] > min(state["step"], MAX_EPOCHS):
+        raise DamagedCheckpointError(f"has {state['epoch']} epochs in {state['step']} steps"[:100])
 
 
-def check_config(files: RunFiles) -> Iterator[str]:
-    """Yield an error text if config.yaml is missing or damaged."""
-    config = None
-    with suppress(OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
-        config = yaml.safe_load((files.run_dir / "config.yaml").read_text(errors="replace"))
-    if not isinstance(config, dict):
-        yield "config.yaml: missing or damaged"
+def check_files(files: RunFiles) -> Iterator[str]:
+    """Yield an error text for each damaged text file, and one if config.yaml is missing."""
+    yield from files.damaged_files
+    if not (files.run_dir / "config.yaml").exists():
+        yield "config.yaml is missing."
 
 
 def check_checkpoints(files: RunFiles) -> Iterator[str]:
-    """Yield an error text for each checkpoint that is damaged or has a wrong name, or for none."""
-    if not files.checkpoints:
-        yield "checkpoints: there is none"
-    for name, state in files.checkpoints.items():
-        if isinstance(state, str):
-            yield f"{name}: {state}"
-        elif name not in ("best.pt", f"step-{state['step']:08d}.pt"):
+    """Yield an error text for each damaged or wrongly named checkpoint, and one if none is good."""
+    yield from files.damaged_checkpoints
+    if not files.states:
+        yield "checkpoints: there is no good one"
+    for name, state in files.states.items():
+        if name not in ("best.pt", f"step-{state['step']:08d}.pt"):
             yield f"{name}: contains step {state['step']}"
 
 
 def check_metrics(files: RunFiles) -> Iterator[str]:
-    """Yield an error text for damaged lines and for steps that are not in order or occur twice."""
-    if not files.has_metrics:
-        return
-    num_lines = len(files.metrics.read_text(errors="replace").splitlines())
-    if num_lines != len(files.records):
-        yield f"metrics.jsonl: damaged lines: {num_lines - len(files.records)}"
+    """Yield an error text for each step that is out of order and each repeated training step."""
     for before, after in pairwise(record["step"] for record in files.records):
         if after < before:
             yield f"metrics.jsonl: step {after} follows step {before}"
@@ -89,31 +103,50 @@ def check_metrics(files: RunFiles) -> Iterator[str]:
 
 
 def check_samples(files: RunFiles) -> Iterator[str]:
-    """Yield an error text for each finished epoch whose samples are not the expected ones."""
-    if files.newest is None or not files.has_metrics:
+    """Yield an error text for each finished epoch whose samples are not the expected ones.
+
+    How often data.sampling draws a sample depends on the data set, which is not examined.
+    """
+    if files.newest is None or not files.has_metrics or not is_uniform(files.newest["config"]):
         return
-    logged = {record.get("epoch"): record for record in files.records if "samples/digest" in record}
+    logged = {
+        epoch: record
+        for record in files.records
+        if "samples/digest" in record and (epoch := whole(record.get("epoch"))) is not None
+    }
     for epoch in range(files.newest["epoch"]):
         if epoch not in logged:
             yield f"epoch {epoch}: metrics.jsonl has no digest of its samples"
+            if not any(other > epoch for other in logged):
+                return  # nor of later epochs
             continue
         used = (logged[epoch]["samples/digest"], logged[epoch].get("samples/count"))
         digest, count = expected_digest(files.newest, epoch=epoch)
         if used != (digest, count):
-            found = f"used {used[1]} samples, digest {used[0]}"
+            found = f"used {printable(text(used[1]))} samples, digest {printable(text(used[0]))}"
             yield f"epoch {epoch}: {found}; expected {count}, digest {digest}"
 
 
+def is_uniform(config: dict[str, Any]) -> bool:
+    """Return whether each sample is drawn once in an epoch."""
+    data = config.get("data")
+    return not isinstance(data, dict) or data.get("sampling", "uniform") == "uniform"
+
+
 def check_tensorboard(files: RunFiles) -> Iterator[str]:
-    """Yield an error text if TensorBoard's files and metrics.jsonl have other training steps."""
+    """Yield an error text if TensorBoard and metrics.jsonl have different training steps."""
     folder = files.run_dir / "tensorboard"
     if not folder.is_dir() or not files.has_metrics:
         return
-    # slow to import
+    # Imported here, because the import is slow.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # 0: all steps, not a sample
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    try:
+        # 0 loads all steps; the default loads a random sample of the steps.
+        board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    except OSError as error:
+        yield f"tensorboard: cannot be read ({error.strerror})"
+        return
     is_logged = "train/loss" in board.Tags()["scalars"]
     steps = [event.step for event in board.Scalars("train/loss")] if is_logged else []
     if steps != files.training_steps:
@@ -124,22 +157,15 @@ def check_tensorboard(files: RunFiles) -> Iterator[str]:
 
 
 def check_summary(files: RunFiles) -> Iterator[str]:
-    """Yield an error text if summary.json is damaged, or later than the newest checkpoint."""
-    path = files.run_dir / "summary.json"
-    if files.newest is None or not path.exists():
-        return
-    try:
-        steps = Summary.from_json(path.read_text(errors="replace")).steps
-    except ValueError:
-        yield "summary.json: damaged"
-        return
-    newest = files.newest["step"]
-    if steps > newest:
+    """Yield an error text if summary.json has a later step than the newest checkpoint."""
+    steps = whole(files.summary.get("steps")) or 0
+    if files.newest is not None and steps > files.newest["step"]:
+        newest = files.newest["step"]
         yield f"summary.json: is of step {steps}, but the newest checkpoint is of step {newest}"
 
 
 CHECKS = {
-    "config": check_config,
+    "files": check_files,
     "checkpoints": check_checkpoints,
     "metrics": check_metrics,
     "samples": check_samples,
@@ -149,19 +175,18 @@ CHECKS = {
 
 
 def expected_digest(state: State, *, epoch: int) -> tuple[str, int]:
-    """Return digest and number of the samples that `epoch` must use by the config in `state`."""
+    """Return digest and number of the samples that the config in `state` selects for `epoch`."""
     config = state["config"]
     sampler = GlobalBatchSampler(
-        range(state["train_samples"]),
+        state["train_samples"],
         global_batch_size=config["global_batch_size"],
-        num_replicas=1,
-        rank=0,
         seed=config["seed"],
     )
     sampler.set_epoch(epoch)
-    order = sampler.order()
+    batches = sampler.global_batches()
     digest = SampleDigest(torch.device("cpu"))
-    for step, positions in enumerate(sampler.positions()):
-        digest.add(order[positions], step=step)
+    for begin in range(0, len(batches), CHUNK):
+        digest.add(batches[begin : begin + CHUNK], step=begin)
+        _ = digest.vector  # hashes these steps
     total, count = digest.vector.tolist()
     return SampleDigest.text(total), count

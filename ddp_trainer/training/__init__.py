@@ -1,1 +1,1 @@
-"""The loop and its events, the optimizer step, losses, optimizers, control points, evaluation."""
+"""The loop and its events, the optimizer step, control points, evaluation."""

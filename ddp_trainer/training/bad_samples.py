@@ -1,4 +1,4 @@
-"""Samples that could not be read: the run lists those of all ranks in a file, or ends."""
+"""The samples that could not be read: they are skipped and listed in a file, or the run ends."""
 
 import json
 import logging
@@ -14,29 +14,30 @@ FILE = "bad_images.jsonl"
 
 
 class BadSamples:
-    """The samples that any rank could not read, listed in bad_images.jsonl."""
+    """The samples that any rank could not read; bad_images.jsonl lists them if they are skipped."""
 
     def __init__(
-        self, own: list[tuple[str, str]], world: World, *, are_skipped: bool, run_dir: Path
+        self, own: list[tuple[str, str]], world: World, *, are_skipped: bool, folder: Path
     ) -> None:
-        """own: this rank's readers append the name and reason of each bad sample to it.
+        """own: the list to which this rank's readers append name and reason of each bad sample.
 
-        are_skipped: whether the run goes on without them (data.on_bad_image=skip).
+        are_skipped: whether the run continues without bad samples (data.on_bad_image=skip).
+        folder: the folder of the file.
         """
         self.own = own
         self.world = world
         self.are_skipped = are_skipped
-        self.path = run_dir / FILE
+        self.path = folder / FILE
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:
         """Exchange new bad samples between ranks; rank 0 adds them to the file. Collective.
 
         Raises:
-            ConfigError: on all ranks, if any rank has a new bad sample and they are not skipped.
+            ConfigError: on all ranks, if any rank has a new bad sample and `are_skipped` is false.
         """
         new = self.own[:]
-        del self.own[: len(new)]  # readers may have appended more
+        del self.own[: len(new)]  # not clear(), because readers append samples at the same time
         gathered = sorted(sample for part in self.world.all_gather_object(new) for sample in part)
         new_reasons = {name: reason for name, reason in gathered if name not in self.reasons}
         if not new_reasons:
@@ -57,13 +58,23 @@ class BadSamples:
             )
 
     def write(self) -> None:
-        """Add new bad samples to the file; a failure, as on a full disk, only logs a warning."""
+        """Add the bad samples to the file; a failure, such as a full disk, only logs a warning."""
         try:
-            lines = self.path.read_text().splitlines() if self.path.exists() else []
-            known = {line["path"]: line["reason"] for line in map(json.loads, lines)}
-            entries = sorted((known | self.reasons).items())
+            lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
+            entries = sorted((dict(filter(None, map(parse, lines))) | self.reasons).items())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(
                 self.path, "".join(json.dumps({"path": p, "reason": r}) + "\n" for p, r in entries)
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
             logger.warning("%s was not written: %s", self.path, error)
+
+
+def parse(line: str) -> tuple[str, str] | None:
+    """Return name and reason of a bad sample from a line of the file; None if it is damaged."""
+    try:
+        entry = json.loads(line)
+        sample = (entry["path"], entry["reason"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return sample if all(isinstance(part, str) for part in sample) else None

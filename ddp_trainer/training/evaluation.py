@@ -1,7 +1,7 @@
 """Evaluation: each sample is evaluated once, by one of the ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,19 +12,23 @@ from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.world import World
 
 ID, LABEL, PREDICTION, LOSS, CONFIDENCE, IN_TOP5 = range(6)
-"""The columns of the rows of `SampleResults`. CONFIDENCE: the probability of the prediction."""
+"""The columns of the rows of `SampleResults`. PREDICTION: the index of the predicted class.
+
+CONFIDENCE: the probability of this class. IN_TOP5: 1 if the label is one of the five most probable
+classes, else 0.
+"""
 
 Metric = Callable[[Tensor, Tensor], float]
-"""A function of the probabilities, float32 [N, C], and the labels, int64 [N], of all samples."""
+"""A function of probabilities, float32 [N, C], and labels, int64 [N], of all labeled samples."""
 
 
 class MetricError(RuntimeError):
     """A metric raised an exception, or did not return a number."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Mean loss and accuracy over `count` samples; the loss is None before the first one."""
+    """Mean loss and top-1 (0 to 1) over `count` labeled samples. `loss` is None if `count` is 0."""
 
     loss: float | None = None
     top1: float = 0.0
@@ -32,17 +36,17 @@ class Evaluation:
 
 
 class SampleResults:
-    """The predictions for the samples of this rank, kept on the device: the host need not wait."""
+    """The predictions for this rank's samples, on the device, so that the host does not wait."""
 
     def __init__(self, device: torch.device, *, keeps_probabilities: bool = False) -> None:
-        """keeps_probabilities: whether `gather_probabilities` is needed, which takes memory."""
+        """keeps_probabilities: whether to keep all probabilities, for `gather_probabilities`."""
         self.parts = [torch.empty(0, 6, dtype=torch.float64, device=device)]
         self.keeps_probabilities = keeps_probabilities
         self.probabilities: list[Tensor] = []
         self._gathered: Tensor | None = None
 
     def add(self, logits: Tensor, labels: Tensor, ids: Tensor) -> None:
-        """Add a batch. logits: [B, C]. labels: int64 [B], -100: no label. ids: int64 [B]."""
+        """Add a batch. logits: [B, C]. labels: int64 [B], -100 for no label. ids: int64 [B]."""
         logits = logits.float()
         probabilities = logits.softmax(1)
         prediction = logits.argmax(1)
@@ -63,21 +67,22 @@ class SampleResults:
         """Return the rows of the N labeled samples of all ranks, sorted by id. Collective.
 
         float64 [N, 6] on the CPU, with the columns id, label, prediction, loss, confidence, in
-        top 5. The order does not depend on the world size, so neither do scores of the rows.
+        top 5. The order of the rows does not depend on the world size, so that a sum over them is
+        rounded in the same way at any world size.
         """
         if self._gathered is None:
             self._gathered = gather_rows(self.rows(), world)
         return self._gathered
 
     def gather_probabilities(self, world: World) -> tuple[Tensor, Tensor]:
-        """Return the probabilities, float32 [N, C], and labels, int64 [N], of all ranks' samples.
+        """Return probabilities, float32 [N, C], and labels, int64 [N], of all N labeled samples.
 
-        Both are on the CPU, sorted by sample id. Collective.
+        Both are on the CPU, sorted by sample id. Needs ``keeps_probabilities=True``. Collective.
         """
         all_rows = torch.cat(self.parts)
         known = all_rows[:, LABEL] >= 0
         width = self.probabilities[0].shape[1] if self.probabilities else 0
-        width = max(world.all_gather_object(width))  # a rank may have no sample
+        width = max(world.all_gather_object(width))  # a rank without samples does not know C
         own = torch.cat([*self.probabilities, torch.empty(0, width, device=all_rows.device)])
         rows = torch.cat([all_rows[known][:, [ID, LABEL]], own[known].double()], 1)
         gathered = gather_rows(rows, world)
@@ -85,13 +90,25 @@ class SampleResults:
 
 
 def gather_rows(own: Tensor, world: World) -> Tensor:
-    """Return all ranks' rows, sorted by the first column. own: float64 [n, k]. Collective."""
+    """Return the rows of all ranks, on the CPU, sorted by the first column. Collective.
+
+    own: the rows of this rank, float64 [n, k]; n may differ between ranks.
+    """
     lengths = world.all_gather_object(len(own))
     padded = torch.zeros(max(lengths), own.shape[1], dtype=own.dtype, device=own.device)
     padded[: len(own)] = own
     parts = zip(world.all_gather(padded), lengths, strict=True)
     rows = torch.cat([part[:length] for part, length in parts]).cpu()
     return rows[rows[:, 0].argsort()]
+
+
+def eager(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which a compiled `model` runs eagerly.
+
+    Batches of another size, or without gradients, would need another compilation.
+    """
+    is_compiled = getattr(model, "_compiled_call_impl", None) is not None
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 @torch.inference_mode()
@@ -105,13 +122,11 @@ def evaluate(
 ) -> SampleResults:
     """Return the results of this rank's samples in `loader`. Leaves `model` in evaluation mode.
 
-    dtype: that of matrix products and convolutions (autocast); None: that of the parameters.
+    dtype: the autocast dtype of matrix products and convolutions; None: no autocast.
     """
     results = SampleResults(device, keeps_probabilities=keeps_probabilities)
     model.eval()
-    is_compiled = getattr(model, "_compiled_call_impl", None) is not None
-    # A compiled model runs eagerly, because the last batch has another size.
-    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+    with eager(model):
         for batch in loader:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 logits = model(batch.images)
@@ -121,23 +136,20 @@ def evaluate(
 
 def mean_over_ranks(results: SampleResults, world: World) -> Evaluation:
     """Return the mean loss and accuracy over the samples of all ranks. Collective."""
-    rows = results.rows()
-    correct = rows[:, LABEL] == rows[:, PREDICTION]
-    ones = torch.ones_like(rows[:, LOSS])
-    sums = torch.stack([rows[:, LOSS], correct.double(), ones]).sum(1)
-    loss, right, count = world.all_reduce(sums).tolist()
-    if not count:
+    rows = results.gather(world)
+    if not len(rows):
         return Evaluation()
-    return Evaluation(loss=loss / count, top1=right / count, count=int(count))
+    top1 = (rows[:, LABEL] == rows[:, PREDICTION]).double().mean()
+    return Evaluation(loss=float(rows[:, LOSS].mean()), top1=float(top1), count=len(rows))
 
 
 def compute_metrics(
     metrics: Mapping[str, Metric], results: SampleResults, world: World
 ) -> dict[str, float]:
-    """Return ``eval/<name>`` of each metric, computed on rank 0, on all ranks. Collective.
+    """Return, on all ranks, the metrics by tag ``eval/<name>``; rank 0 computes them. Collective.
 
     Raises:
-        MetricError: on rank 0, if a metric fails.
+        MetricError: on rank 0 only, if a metric raises an exception or returns no number.
     """
     if not metrics:
         return {}
@@ -147,7 +159,7 @@ def compute_metrics(
         for name, metric in metrics.items():
             try:
                 values[f"eval/{name}"] = float(metric(probabilities, labels))
-            except Exception as error:  # a plug-in's code may raise anything
+            except Exception as error:  # because a plug-in may raise any exception
                 raise MetricError(
                     f"metric={name} failed ({type(error).__name__}: {error})"
                 ) from error

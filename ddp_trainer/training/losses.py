@@ -1,37 +1,24 @@
-"""The losses: each returns one value per sample, so that every loss is exact at any world size."""
-
-from collections.abc import Callable
+"""The loss of a batch in which some samples may have no label."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from ddp_trainer.config.losses import CrossEntropyConfig
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""A function of logits, float32 [B, C], and labels that returns the loss of each sample, [B].
-
-The labels are int64 [B], or with mixup and CutMix float32 [B, C]: the probability of each class.
-"""
-
-
-def build_cross_entropy(config: CrossEntropyConfig, *, class_counts: Tensor | None) -> Loss:
-    """Return torch's cross-entropy with label smoothing."""
-
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(
-            logits, labels, reduction="none", label_smoothing=config.label_smoothing
-        )
-
-    return loss
+from ddp_trainer.config.errors import require
+from ddp_trainer.optim.interfaces import Loss
 
 
 def sum_of_losses(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum [] of the losses of a batch; samples without a label do not count.
 
-    logits: float32 [B, C]. labels: int64 [B], negative for a sample that could not be read, which
-    `loss` need not know; or float [B, C], all zero for such a sample.
+    logits: float32 [B, C]. labels: int64 [B], negative for a sample without a label; or float32
+    [B, C], all zero for such a sample. `loss` gets 0 in place of a negative label.
+    Raises ConfigError if `loss` returns another shape than [B], which would be broadcast.
     """
     is_known = labels >= 0 if labels.ndim == 1 else labels.sum(1) > 0
     losses = loss(logits, labels.clamp(min=0))
+    require(
+        losses.shape == is_known.shape,
+        f"the loss must return one value per sample, {list(is_known.shape)}, and returns"
+        f" {list(losses.shape)}",
+    )
     return torch.where(is_known, losses, 0).sum()

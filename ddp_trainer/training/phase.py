@@ -1,16 +1,16 @@
-"""The phases of a training: what a rank does now, for step times and reports of failures."""
+"""The phases of a training, by which step times are measured and failures are reported."""
 
 from enum import Enum
 
 
 class Phase(Enum):
-    """A phase of a training: its name in messages, and its name in tags of step times."""
+    """A phase of a training, with its name in messages and its name in the tags of step times."""
 
     def __init__(self, text: str, tag: str) -> None:
         self.text = text
         """The name in messages."""
         self.tag = tag
-        """The name in tags such as ``time/data_wait_ms``; several phases share one."""
+        """The name in tags such as ``time/data_wait_ms``; several phases may have the same tag."""
 
     start = ("start", "other")
     compilation = ("compilation", "other")
@@ -28,11 +28,12 @@ class Phase(Enum):
 
 
 TAGS = tuple(dict.fromkeys(phase.tag for phase in Phase))
-"""The names of phases in tags."""
+"""The values of `Phase.tag`, each of them once."""
 OWN_WORK = (Phase.data, Phase.forward, Phase.backward, Phase.optimizer, Phase.between_steps)
 """The phases in which a rank does not wait for other ranks."""
 MAY_TAKE_ANY_TIME = (Phase.compilation, Phase.end)
-"""The phases in which a rank without progress is no failure.
+"""The phases in which a rank without progress is not a failure.
 
-torch.compile waits for compilers, and an ending run for files and loggers.
+They have no time limit, because torch.compile waits for compilers, and a run waits at its end for
+files and loggers.
 """

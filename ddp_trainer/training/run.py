@@ -1,15 +1,16 @@
-"""A training as its observers see it: `TrainingRun`, the base class `Observer`, and the events."""
+"""`TrainingRun`, a training in progress; `Observer`; and `Events`, which calls the observers."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_trainer.checkpoint.store import CheckpointStore
+from ddp_trainer.checkpoint.store import Best, CheckpointStore
 from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.world import World
 from ddp_trainer.training.bad_samples import BadSamples
@@ -25,105 +26,138 @@ Values = dict[str, Value]
 """Values of a log record by tag, such as ``train/loss``."""
 
 
+class Stage(IntEnum):
+    """The next part of the loop after optimizer step `TrainingRun.step`, in order."""
+
+    control_point = 0
+    evaluation = 1
+    save = 2
+    step = 3
+
+
 class ObserverError(RuntimeError):
     """An observer raised an exception, which is the ``__cause__``; the message names both."""
 
 
 class Observer:
-    """Watches a training. A subclass overrides the methods that it needs; those here do nothing.
+    """Watches a training. A subclass overrides the methods that it needs; the others do nothing.
 
-    Every rank has each observer, and calls its methods in the order of registration; a method may
-    therefore be collective. An exception in a method ends the training.
+    Every rank has all observers of the config and calls them in the same order. A method may
+    therefore be collective, except two: `on_phase`, because ranks may evaluate different numbers of
+    batches, and `on_failure`, because other ranks may have ended. An exception in a method ends the
+    training, except in `on_failure`, where it is logged as a warning.
     """
 
     def on_start(self, run: "TrainingRun") -> None:
         """Called before the first step of a launch, after a checkpoint was restored."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
-        """Called before the first step of an epoch, or of the rest of one after a resume."""
+        """Called before the first step of an epoch, and when a launch resumes within an epoch."""
 
     def on_phase(self, run: "TrainingRun", phase: Phase) -> None:
-        """Called when this rank enters a phase of a step, or another phase of the training."""
+        """Called when this rank enters `phase`, which is a part of a step or of the training."""
 
     def on_step(self, run: "TrainingRun") -> None:
-        """Called after each optimizer step; ``run.step`` counts it, ``run.batch`` is its batch."""
+        """Called after each optimizer step; ``run.step`` is its number, ``run.batch`` its batch."""
 
     def on_log(self, run: "TrainingRun") -> None:
-        """Called after each logged step; ``run.values`` has the values of this record so far.
+        """Called at each log point; ``run.values`` has the values of the record so far, by tag.
 
-        ``run.log({tag: value})`` adds values, which the loggers then record.
+        ``run.log({tag: value})`` adds values to the record, which loggers then write.
         """
 
     def on_evaluation(self, run: "TrainingRun") -> None:
         """Called after each evaluation; ``run.evaluation`` and ``run.values`` have its result."""
 
     def on_save(self, run: "TrainingRun") -> None:
-        """Called after the state for a checkpoint was taken; the file is written later."""
+        """Called after the state for a checkpoint was copied; the file may be written later."""
 
     def on_failure(self, run: "TrainingRun") -> None:
-        """Called once before the job ends with a failure; it has two seconds.
+        """Called once before the job ends with a failure; all observers together have two seconds.
 
-        It may run in another thread, while the main thread is in a collective that never returns.
+        The call is made in another thread, because the main thread may be in a collective that
+        never returns.
         """
 
     def on_end(self, run: "TrainingRun") -> None:
         """Called at the end of a launch that did not fail, after all files were written."""
 
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
-        """Return numbers of this rank, as many as on other ranks; called before each `on_log`.
+        """Return numbers of this rank, equally many on every rank; called at each log point.
 
-        They travel with the control point's own collective: in `on_log`, ``run.gathered(self)`` has
-        those of all ranks.
+        The all-reduce of the control point exchanges the numbers: in `on_log`,
+        ``run.gathered(self)`` returns the numbers of all ranks. If training diverges at a control
+        point that is not a log point, `on_log` is called, but there are no numbers.
         """
         return ()
 
     def summary_values(self, run: "TrainingRun") -> Mapping[str, Any]:
-        """Return values for fields of `Summary`; called at the end, before `on_end`."""
+        """Return values of `Summary` by the name of the field; called before `on_end`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a resume, as builtins and tensors; rank 0's is saved."""
+        """Return the state for a checkpoint, as builtins and tensors; that of rank 0 is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, before `on_start`, if a checkpoint has one."""
+        """Restore a result of `state_dict`; called before `on_start` if a checkpoint has one."""
 
 
 class Events:
-    """Calls the methods of all observers. Which observers override a method is known in advance."""
+    """Calls the methods of observers. An observer gets only calls of methods that it overrides."""
 
-    def __init__(self, observers: Sequence[Observer], names: Sequence[str]) -> None:
-        """names: for each observer its name in messages and in checkpoints."""
-        self.observers = dict(zip(names, observers, strict=True))
-
-        def handlers(method: str) -> list[tuple[str, Callable[..., Any]]]:
-            default = getattr(Observer, method)
-            return [
-                (name, getattr(observer, method))
-                for name, observer in self.observers.items()
+    def __init__(self, observers: Mapping[str, Observer]) -> None:
+        """observers: by name, in the order of the calls. Messages and checkpoints use the names."""
+        self.observers = observers
+        self.names_by_method = {
+            method: [
+                name
+                for name, observer in observers.items()
                 if getattr(type(observer), method) is not default
             ]
+            for method, default in vars(Observer).items()
+            if not method.startswith("_")
+        }
 
-        events = [method for method in vars(Observer) if method.startswith("on_")]
-        self.handlers = {method: handlers(method) for method in events}
-        self.reporters = handlers("rank_values")
+    def emit(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Call `method` of each observer that overrides it; return the results by name."""
+        return {name: self.call(name, method, *arguments) for name in self.names_by_method[method]}
 
-    def emit(self, method: str, *arguments: Any) -> None:
-        """Call `method` of each observer.
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call `method` of the observer `name`; return its result.
 
         Raises:
-            ObserverError: an observer has raised an exception.
+            ObserverError: the observer has raised an exception.
         """
-        for name, handler in self.handlers[method]:
-            try:
-                handler(*arguments)
-            except Exception as error:  # the code of a plug-in may raise anything
-                reason = f"{type(error).__name__}: {error}"
-                raise ObserverError(f"observer={name} failed in {method} ({reason})") from error
+        try:
+            return getattr(self.observers[name], method)(*arguments)
+        except Exception as error:  # because a plug-in may raise any exception
+            reason = f"{type(error).__name__}: {error}"
+            raise ObserverError(f"observer={name} failed in {method} ({reason})") from error
+
+
+class RecoveryState:
+    """The records and functions with which training goes on when another rank is lost."""
+
+    def __init__(self, restore: Callable[[Any], bool]) -> None:
+        self.is_on = False
+        """Whether the training goes on."""
+        self.restore = restore
+        """Restores a `RunState`; returns False if the training begins. Collective."""
+        self.is_resumed = False
+        """Whether this process group goes on where another one ended."""
+        self.records: list[list[Any]] = []
+        """The calls of loggers since the last save: for each the method and its arguments."""
+        self.records_after = 0
+        """The step of that save."""
+        self.check_group: Callable[[], None] = lambda: None
+        """Raises RoundEndedError if a rank was lost."""
+        self.has_candidates: Callable[[], bool] = lambda: False
+        """Returns whether a process waits to join the process group."""
 
 
 class TrainingRun:
-    """A training in progress: its parts, its progress, and what observers may ask for."""
+    """A training in progress: its parts, its progress, and the requests of observers."""
 
     def __init__(
         self,
@@ -137,11 +171,11 @@ class TrainingRun:
         metrics: Mapping[str, Metric],
         should_stop: Callable[[], bool],
     ) -> None:
-        """should_stop: whether a signal or the stop file asks this rank for a graceful stop."""
+        """should_stop: returns whether a signal or the stop file asks for a graceful stop."""
         self.config = config
         """The `Config` of the run."""
         self.config_tree = config_tree
-        """The config as nested dicts, as it is saved."""
+        """The config as nested dicts, in the form in which it is saved."""
         self.train_step = train_step
         self.loaders = loaders
         self.checkpoints = checkpoints
@@ -155,36 +189,37 @@ class TrainingRun:
             loaders.bad_samples,
             self.world,
             are_skipped=config.data.on_bad_image.name == "skip",
-            run_dir=self.run_dir,
+            folder=self.run_dir,
         )
         self.progress = Progress(self.world, train_step)
-        self.events = Events([], [])
+        self.events = Events({})
+        self.steps_per_epoch = loaders.sampler.steps_per_epoch
+        """The number of optimizer steps of a whole epoch."""
         self.epoch = 0
         """The number of the current epoch, from 0."""
         self.batch: Batch | None = None
-        """This rank's share of the batch of the last step."""
+        """This rank's share of the batch of the current or last step; None before step 1."""
         self.values: Values = {}
         """The values of the newest log record by tag."""
         self.last_logged: Values = {}
-        """The values of the last log point of this launch; empty before the first."""
+        """The values of the last log point of this launch; {} before the first."""
         self.results: SampleResults | None = None
-        """The results of this rank's samples if the model was evaluated after the last step."""
+        """This rank's results if the model was evaluated after the last step, else None."""
+        self.stage = Stage.step
+        """What follows next."""
         self.is_stopping = False
         """Whether a graceful stop (a signal, or the stop file) ends this launch."""
+        self.recovery = RecoveryState(checkpoints.restore)
         self._requested_stop: str | None = None
         self.has_requested_save = False
         """Whether an observer of this rank has called `request_save` since the last decision."""
         self._by_rank: dict[Observer, Tensor] = {}
+        self._lengths: dict[str, int] = {}
 
     @property
     def step(self) -> int:
         """The number of optimizer steps taken, over all launches."""
         return self.train_step.count
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The number of optimizer steps of a whole epoch."""
-        return self.loaders.sampler.steps_per_epoch
 
     @property
     def total_steps(self) -> int:
@@ -208,7 +243,12 @@ class TrainingRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to train."""
+        """Whether nothing is left to train, to evaluate or to save."""
+        return self.stage is Stage.step and self.is_trained
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether no step is left to take."""
         return self.step >= self.last_step or self.progress.stop_reason is not None
 
     @property
@@ -226,15 +266,15 @@ class TrainingRun:
         return Status.finished if self.step >= self.total_steps else Status.max_steps
 
     def request_stop(self, reason: str) -> None:
-        """End the training at the next control point, as finished. Any rank may ask for it.
+        """End the training at the next control point, or after an evaluation in progress.
 
-        The model is evaluated and saved, and summary.json has `reason`. The same command then finds
-        nothing left to train.
+        One rank is enough to request it. The model is then evaluated and saved, and summary.json
+        contains `reason`. The same command then does not train any further.
         """
         self._requested_stop = reason
 
     def request_save(self) -> None:
-        """Save a checkpoint at the next control point. Any rank may ask for it."""
+        """Save a checkpoint at the next control point. One rank is enough to request it."""
         self.has_requested_save = True
 
     def log(self, values: Mapping[str, Value]) -> None:
@@ -242,12 +282,13 @@ class TrainingRun:
         self.values.update(values)
 
     def gathered(self, observer: Observer) -> Tensor:
-        """Return the numbers of `observer.rank_values` of all ranks, float64 [W, n].
+        """Return the results of `observer.rank_values` on all ranks, float64 [world size, n].
 
-        n is 0 if a log point was not planned, because a value was not finite.
+        n is 0 if `on_log` is called at a control point that is not a log point. This happens if
+        training diverges.
         """
-        nothing = torch.zeros(self.world.world_size, 0, dtype=torch.float64)
-        return self._by_rank.get(observer, nothing)
+        no_numbers = torch.zeros(self.world.world_size, 0, dtype=torch.float64)
+        return self._by_rank.get(observer, no_numbers)
 
     # --- for the loop ---------------------------------------------------------------------------
 
@@ -260,29 +301,34 @@ class TrainingRun:
         self.events.emit("on_phase", self, phase)
 
     def rank_values(self) -> list[float]:
-        """Return the numbers of all observers of this rank, and remember where each one's are."""
-        parts = [(name, handler(self)) for name, handler in self.events.reporters]
-        self._lengths = {name: len(part) for name, part in parts}
-        return [value for _, part in parts for value in part]
+        """Return the numbers of all observers of this rank; the first time, it is collective."""
+        parts = self.events.emit("rank_values", self)
+        lengths = {name: len(part) for name, part in parts.items()}
+        self._lengths = self._lengths or self.world.broadcast_object(lengths)
+        if lengths != self._lengths:
+            first = f"{self._lengths} at first on rank 0"
+            raise ObserverError(f"rank_values returned {lengths} numbers, but {first}")
+        return [value for part in parts.values() for value in part]
 
     def split_by_observer(self, by_rank: Tensor) -> None:
-        """Make the columns of `by_rank`, [W, n], available through `gathered`."""
-        if not by_rank.numel():
-            self._by_rank = {}
-            return
-        columns = by_rank.split(list(self._lengths.values()), dim=1)
-        names = zip(self._lengths, columns, strict=True)
-        self._by_rank = {self.events.observers[name]: part for name, part in names}
+        """Store the columns of `by_rank`, float64 [world size, n], by observer, for `gathered`."""
+        lengths = self._lengths if by_rank.numel() else {}
+        columns = zip(lengths, by_rank.split(list(lengths.values()), dim=1), strict=True)
+        self._by_rank = {self.events.observers[name]: part for name, part in columns}
 
     @property
     def has_requested_stop(self) -> bool:
         """Whether an observer of this rank has called `request_stop`."""
         return self._requested_stop is not None
 
-    def settle_stop_request(self) -> None:
-        """Set ``progress.stop_reason`` on all ranks if any rank has asked to stop. Collective."""
+    def share_stop_request(self) -> None:
+        """Set ``progress.stop_reason`` on all ranks if any rank has requested a stop. Collective.
+
+        If no rank has, a reason that was restored from a checkpoint is kept.
+        """
         reasons = self.world.all_gather_object(self._requested_stop)
-        self.progress.stop_reason = next(filter(None, reasons), None)
+        requested = (reason for reason in reasons if reason is not None)
+        self.progress.stop_reason = next(requested, self.progress.stop_reason)
 
 
 class Progress:
@@ -290,35 +336,74 @@ class Progress:
 
     def __init__(self, world: World, train_step: TrainStep) -> None:
         self.world = world
-        self.sums = train_step.sums
-        self.best_top1 = 0.0
+        self.train_step = train_step
+        self.best = Best()
+        """The scores of the best checkpoint."""
         self.evaluation = Evaluation()
         self.digest = SampleDigest(world.device)
+        self.has_whole_digest = False
+        """Whether `digest` has the samples of all ranks, because one of them may be lost."""
+        self.all_ids = torch.empty(0)
+        """If so, the ids of the samples of each global batch of the epoch, int64 [steps, G]."""
+        self.is_best = False
+        """Whether the next checkpoint becomes best.pt."""
+        self.skipped_updates = 0.0
+        """Number of skipped updates up to the last log point; with local SGD, a mean over ranks."""
+        self.skipped_in_epoch = 0.0
+        """Those of `skipped_updates` that belong to this epoch."""
         self.stop_reason: str | None = None
-        """Why an observer ended the training; None: it did not."""
+        """The reason for which an observer ended the training; None: no observer ended it."""
         self.earlier_seconds = 0.0
         self.began = time.perf_counter()
+
+    def add_samples(self, ids: Tensor, *, step: int) -> None:
+        """Add this rank's samples of step `step` of the epoch, int64 [B], to the digest."""
+        self.digest.add(self.all_ids[step] if self.has_whole_digest else ids, step=step)
+
+    def total_digest(self) -> Tensor:
+        """Return the sum of the digests of all ranks, int64 [2]. Collective."""
+        total = self.digest.vector.clone()
+        return total if self.has_whole_digest else self.world.all_reduce(total)
+
+    def total_sums(self) -> Tensor:
+        """Return the sums over all ranks, but for skipped updates their mean. Collective."""
+        total = self.world.all_reduce(self.train_step.own_sums.clone())
+        total[3] /= self.world.world_size
+        return total
 
     def seconds(self) -> float:
         """Return the wall-clock seconds spent on this run, over all launches."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors (sums over ranks) and builtins for a checkpoint. Collective."""
+        """Return the progress for a checkpoint; its tensors are sums over all ranks. Collective."""
         return {
-            "digest": self.world.all_reduce(self.digest.vector.clone()),
-            "window": self.world.all_reduce(self.sums.vector.clone()),
+            "digest": self.total_digest(),
+            "metric_sums": self.total_sums(),
+            "skipped_updates": self.skipped_updates,
+            "skipped_in_epoch": self.skipped_in_epoch,
             "seconds": self.seconds(),
             "evaluation": list(astuple(self.evaluation)),
             "stop_reason": self.stop_reason,
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, best_top1: float) -> None:
-        """Restore a result of `state_dict`. Only rank 0 restores the sums over ranks."""
-        self.best_top1 = best_top1
+    def load_state_dict(self, state: dict[str, Any], *, best: Best) -> None:
+        """Restore a result of `state_dict`.
+
+        Only rank 0 restores sums of which each rank has a part, because later sums over ranks would
+        count them several times.
+        """
+        self.best = best
+        sums = state["metric_sums"].to(self.world.device, copy=True)
+        sums[3] *= self.world.world_size
+        if self.world.is_main or self.has_whole_digest:
+            self.digest.vector.copy_(state["digest"])
         if self.world.is_main:
-            self.digest.vector += state["digest"].to(self.world.device)
-            self.sums.vector += state["window"].to(self.world.device)
+            self.train_step.sums.vector += sums
+        elif self.train_step.has_whole_sums:
+            self.train_step.sums.vector[:3] += sums[:3]
+        self.skipped_updates = state["skipped_updates"]
+        self.skipped_in_epoch = state["skipped_in_epoch"]
         self.earlier_seconds = state["seconds"]
         self.evaluation = Evaluation(*state["evaluation"])
         self.stop_reason = state["stop_reason"]

@@ -1,6 +1,6 @@
 """One optimizer step as an object, which the loop, the benchmark and the conformance tests use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
+from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.distributed.world import World
 from ddp_trainer.models.weights import AveragedWeights
+from ddp_trainer.optim.interfaces import Factor, Loss
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, preserved_buffers, restore_buffers
-from ddp_trainer.training.losses import Loss, sum_of_losses
+from ddp_trainer.training.losses import sum_of_losses
 from ddp_trainer.training.metrics import MetricSums, NonFinite
-from ddp_trainer.training.optimizers import match_layout
+from ddp_trainer.training.optimizer_state import check_keys, match_layout
 from ddp_trainer.training.phase import Phase
 
 
@@ -30,15 +31,17 @@ class StepSettings:
     seed: int
     gradient_accumulation_steps: int
     max_grad_norm: float | None
+    """The maximum 2-norm of all gradients together; they are clipped to it. None: no clipping."""
     autocast_dtype: torch.dtype | None
     """The dtype of matrix products and convolutions; None: the dtype of the parameters."""
     skips_nonfinite: bool
-    """Whether an update whose gradients are not finite is skipped (on_nonfinite=skip)."""
+    """Whether to skip an update whose gradients are infinite or NaN (on_nonfinite=skip)."""
     ema_decay: float | None
+    """The weight of the old average, in (0, 1); None: no averaged weights."""
 
 
 class StepHook(Protocol):
-    """Code that runs inside of each step, on every rank; its errors end the training."""
+    """Code that runs within each step, on every rank. An exception in it ends the training."""
 
     def before_forward(self, images: Tensor, labels: Tensor) -> None: ...
 
@@ -48,8 +51,9 @@ class StepHook(Protocol):
 class TrainStep:
     """One optimizer step: forward, backward, clipping, loss scaling, optimizer and schedule.
 
-    `model` is the bare module, which is evaluated, clipped and saved. `replica` is the module that
-    the strategy returns for `model`; a step calls `replica`.
+    `model` is the module without a wrapper such as DDP. It is saved, and it is evaluated unless
+    there are averaged weights (see `models`). `replica` is the module that ``sync.wrap(model)``
+    returns; a step calls `replica`.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class TrainStep:
         model: nn.Module,
         sync: GradientSync,
         optimizer: Optimizer,
-        scheduler: LambdaLR,
+        lr_factor: Factor,
         *,
         loss: Loss,
         settings: StepSettings,
@@ -67,24 +71,46 @@ class TrainStep:
         self.model = model
         self.sync = sync
         self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.lr_factor = lr_factor
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
         self.loss_per_sample = loss
         self.settings = settings
         self.world = world
         self.on_phase = on_phase
         self.hooks: list[StepHook] = []
-        self.ema = None
-        if settings.ema_decay is not None:
-            self.ema = AveragedWeights(model, settings.ema_decay)
+        decay = settings.ema_decay
+        self.ema = None if decay is None else AveragedWeights(model, decay)
         self.replica = sync.wrap(model)
+        # The sum of losses is multiplied by W/G, for W ranks and a global batch of G images: the
+        # mean over ranks is then the mean over images, even if ranks have different numbers.
+        self.loss_scale = world.world_size / settings.global_batch_size
+        self.buffer_world = world
+        """The ranks whose buffers, such as BatchNorm statistics, may differ from each other."""
         uses_fp16 = settings.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=uses_fp16)
         self.sums = MetricSums(world.device)
         self.nonfinite = NonFinite(world.device)
         self.count = 0
         """The number of optimizer steps taken, over all launches."""
-        self.lr = 0.0
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether an update is skipped if a gradient is not finite; with fp16, the scaler does."""
+        return self.settings.skips_nonfinite or self.scaler.is_enabled()
+
+    has_whole_sums = False
+    """Whether `sums` has the sums over all ranks, on every rank."""
+
+    @property
+    def own_sums(self) -> Tensor:
+        """This rank's part of the sums over all ranks, float64 [4], see `MetricSums`."""
+        return self.sums.vector
+
+    @property
+    def lr(self) -> float:
         """The learning rate of the last step."""
+        return self.optimizer.param_groups[0]["lr"]
 
     @property
     def models(self) -> nn.ModuleList:
@@ -92,14 +118,23 @@ class TrainStep:
         return nn.ModuleList([self.model] if self.ema is None else [self.model, self.ema.module])
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Take one optimizer step; return this rank's part of the mean loss, a scalar.
+        """Take one optimizer step; return this rank's part of the mean loss, []. Collective.
 
-        The sum over ranks is the mean loss of the global batch.
-        images: float32 [B, C, H, W]. labels: int64 [B], or float32 [B, classes] for mixed images.
+        The sum of these parts over ranks is the mean loss of the global batch. images: float32
+        [B, C, H, W]. labels: int64 [B], or with mixup and CutMix float32 [B, classes].
         """
-        self.on_phase(Phase.forward)
         self.seed(self.world.rank)
-        # Only needed to skip an update: its forward pass has changed BatchNorm's statistics.
+        factor = self.lr_factor(self.count)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        loss = self.compute(images, labels)
+        self.count += 1
+        return loss
+
+    def compute(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Do what a device does in a step; see `__call__`. Collective."""
+        self.on_phase(Phase.forward)
+        # A skipped update must restore BatchNorm's statistics, because forward changes them.
         statistics = flatten_buffers(self.model) if self.settings.skips_nonfinite else None
         for hook in self.hooks:
             hook.before_forward(images, labels)
@@ -120,41 +155,40 @@ class TrainStep:
         if self.ema is not None:
             self.ema.update()
         self.on_phase(Phase.between_steps)
-        self.count += 1
         return loss
 
     def seed(self, rank: int) -> None:
-        """Seed torch's generators for dropout by step and rank: a resumed run draws the same."""
+        """Seed torch's generators by step and rank, so that a resumed run has the same dropout."""
         seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {rank}")
         seed_device(self.world.device, seed)
 
     def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run forward and backward of all microbatches; return this rank's part of the loss."""
+        """Run forward and backward of all microbatches; return the rank's part of the mean loss."""
         *early, last = self.split(images, labels)
         loss = torch.zeros((), device=images.device)
         with self.sync.no_sync():
             for microbatch in early:
-                loss += self.backward(*microbatch)
-        return loss + self.backward(*last)
+                loss += self.forward_backward(*microbatch)
+        return loss + self.forward_backward(*last)
 
     def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Split a rank's share of a batch into microbatches whose sizes differ by at most one."""
         parts = self.settings.gradient_accumulation_steps
         return list(zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True))
 
-    def backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Add a microbatch's gradients to ``.grad``; return its losses / the global batch size."""
+    def forward_backward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Add a microbatch's gradients to ``.grad``; return its loss sum / global batch size."""
         self.on_phase(Phase.forward)
-        loss, loss_sum, logits = self.loss(self.replica, images, labels)
+        loss, loss_sum, logits = self.compute_loss(self.replica, images, labels)
         self.sums.add(loss_sum, logits, labels)
         self.on_phase(Phase.backward)
         loss.backward()
         return loss_sum / self.settings.global_batch_size
 
-    def loss(
+    def compute_loss(
         self, module: nn.Module, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a microbatch's loss for backward [], the sum of its losses [], its logits [B, C].
+        """Run forward; return the loss for backward [], the sum of losses [], the logits [B, C].
 
         The loss for backward is scaled so that the gradients of all microbatches, averaged over
         ranks, are those of the mean loss of the global batch (with fp16, times the loss scale).
@@ -163,10 +197,8 @@ class TrainStep:
         with self.autocast():
             logits = module(images)
         loss_sum = sum_of_losses(self.loss_per_sample, logits.float(), labels)
-        # The sum times W/G: the mean over W ranks is then the mean over the G images, even with
-        # unequal shares.
-        scale = self.world.world_size / self.settings.global_batch_size
-        return self.scaler.scale(loss_sum * scale), loss_sum.detach(), logits.detach()
+        loss = self.scaler.scale(loss_sum * self.loss_scale)
+        return loss, loss_sum.detach(), logits.detach()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which a forward pass runs at the configured precision."""
@@ -174,11 +206,12 @@ class TrainStep:
         return torch.autocast(self.world.device.type, dtype, enabled=dtype is not None)
 
     def update(self, loss: Tensor, statistics: Tensor | None) -> None:
-        """Clip the gradients, update the parameters, and advance the schedule.
+        """Clip the gradients and update the parameters.
 
-        Records whether the loss or the norm of the gradients is not finite, on the device.
-        statistics: None, or the floating-point buffers [n] before the step; such an update is then
-        skipped, and the buffers are restored.
+        Records on the device whether the loss or the norm of the gradients is not finite. With
+        fp16, only the loss is checked.
+        statistics: the floating-point buffers before the step, float32 [n], which are restored if
+        the update is skipped; None: buffers are not restored.
         """
         self.scaler.unscale_(self.optimizer)
         norm = self.sync.gradient_norm(self.model)
@@ -187,27 +220,29 @@ class TrainStep:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
 
         uses_scaler = self.scaler.is_enabled()
-        # Gradients of fp16 overflow sometimes, and the scaler skips these updates by itself.
+        # 0 * norm is NaN if the norm is not finite. With fp16 the norm is not checked, because
+        # gradients overflow sometimes, and the scaler then skips the update.
         checked = loss if uses_scaler else loss + 0 * norm
-        self.nonfinite.check(checked, step=self.count + 1)
+        self.nonfinite.check(checked)
+        if self.can_skip:
+            self.sums.add_skipped(~norm.isfinite())
         if statistics is not None:
-            # Decided by the norm, which averaged gradients make equal on all ranks.
+            # Averaged gradients have the same norm on all ranks, so that all ranks skip the update
+            # or none does. With local SGD, one rank may skip it; parameters are averaged later.
             is_bad = ~norm.isfinite()
             if not uses_scaler:
                 self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
             now = flatten_buffers(self.model)
             restore_buffers(self.model, torch.where(is_bad, statistics, now))
 
-        self.lr = self.optimizer.param_groups[0]["lr"]
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
 
     def begin_training(self) -> None:
         """Put the model into training mode, except frozen BatchNorm layers.
 
-        Their statistics must not change.
+        The statistics of frozen layers must not change.
         """
         self.replica.train()
         for module in self.replica.modules():
@@ -216,14 +251,26 @@ class TrainStep:
             if isinstance(module, _BatchNorm) and is_frozen:
                 module.eval()
 
+    def measure_statistics(
+        self, model: nn.Module, batches: Iterable[Batch], reset: Callable[[], None]
+    ) -> None:
+        """Run forward passes of `model`, whose BatchNorm layers take the mean of their statistics.
+
+        reset: a function that sets the statistics to their initial values.
+        """
+        reset()
+        for batch in batches:
+            with self.autocast():
+                model(batch.images)
+
     def prime_ddp(self, images: Tensor, *others: Tensor) -> Tensor:
-        """Run forward and backward twice without an update; return the logits.
+        """Run forward and backward twice without an update; return the logits. Collective.
 
         DDP rebuilds its buckets after the first backward. Without these passes, the first step
-        after a resume would sum in another order than the same step of an uninterrupted run, and
-        with three or more ranks round differently.
+        after a resume would sum gradients in another order than the same step of an uninterrupted
+        run, and with three or more ranks the sums would be rounded differently.
         images: float32 [B, C, H, W] with the strides of a batch, because other strides would need
-        another compilation. others: microbatches of other sizes, each run once to be compiled.
+        another compilation. others: images of other batch sizes, for which the model is compiled.
         """
 
         def run(images: Tensor) -> Tensor:
@@ -232,7 +279,7 @@ class TrainStep:
             (logits.float().sum() * 0).backward()
             return logits.detach()
 
-        logits = images
+        logits = torch.empty(0)
         self.begin_training()
         with preserved_buffers(self.model):
             with self.sync.no_sync():
@@ -245,22 +292,19 @@ class TrainStep:
         return logits
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of optimizer, schedule, scaler and step count. Collective."""
+        """Return the state of optimizer and scaler, and the step count. Collective."""
         return {
             "optimizer": self.sync.optimizer_state(self.optimizer),
-            "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "step": self.count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`, except the learning rate: the schedule decides it."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Restore a result of `state_dict`."""
+        groups = self.optimizer.state_dict()["param_groups"]  # those of the config, not the saved
+        saved = state["optimizer"]["state"]
+        check_keys(self.optimizer, saved)
+        self.optimizer.load_state_dict({"state": saved, "param_groups": groups})
         match_layout(self.optimizer)
-        self.scheduler.load_state_dict(state["scheduler"])
-        # The saved rate is the next one of the old schedule: wrong if the epochs have changed.
-        factors = self.scheduler.lr_lambdas
-        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
-            group["lr"] = group["initial_lr"] * factor(self.scheduler.last_epoch)
         self.scaler.load_state_dict(state["scaler"])
-        self.count = state["step"]
+        self.count = self.nonfinite.steps_before = state["step"]

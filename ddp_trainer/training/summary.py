@@ -17,30 +17,46 @@ class Summary:
 
     status: Status
     stop_reason: str | None = None
-    """Why an observer ended the training; null: it did not."""
+    """The reason for which an observer ended the training; null: no observer ended it."""
     eval_split: str
-    """The split that was evaluated: test, or validation (data.validation_fraction)."""
+    """The split that was evaluated: validation or test."""
     eval_top1: float
     eval_loss: float | None
     eval_count: int
     best_top1: float
+    """The top-1 of the checkpoint best.pt; 0 if there is none."""
+    select_by: str = "eval/top1"
+    """The value that has chosen best.pt."""
+    best_value: float | None = None
+    """This value of the checkpoint best.pt; null if there is none."""
     epochs: int
     steps: int
+    skipped_updates: int = 0
+    """Number of steps that have skipped their update, because gradients were not finite."""
     seconds: float
     """Wall-clock seconds of training and evaluation over all launches."""
     images_per_second: float | None = None
     """The speed of training, without evaluation, of all ranks: the median over log windows."""
     matmul_utilization: float | None = None
-    """Operations per second of the training, divided by those of a measured matrix product."""
+    """FLOP/s of the training, divided by the FLOP/s of a measured matrix product."""
     mfu: float | None = None
-    """Model FLOPs utilization: operations per second, divided by the rated peak of the GPU."""
+    """Model FLOPs utilization: FLOP/s of the training, divided by the rated peak of the GPU."""
     seconds_per_epoch: float | None = None
     world_size: int
     device: str
     backend: str
     sync: str
+    weights_sha256: str | None = None
+    """With shards: the hash of parameters and buffers, equal at every number of ranks."""
+    rounds: int | None = None
+    """With recovery.min_ranks: the number of process groups that have trained, over all launches.
+    """
+    lost_seconds: float | None = None
+    """With recovery.min_ranks: the seconds from the loss of ranks to the next step, added up."""
+    ranks_by_step: list[list[int]] = field(default_factory=list)
+    """With recovery.min_ranks: for each process group, the step at which it began, and its size."""
     rank_own_ms: list[float] = field(default_factory=list)
-    """For each rank: the mean milliseconds of a step, without waiting for other ranks."""
+    """For each rank, the mean milliseconds of a step, without the waits for other ranks."""
 
     def to_json(self) -> str:
         """Return the text of summary.json."""
@@ -53,38 +69,43 @@ class Summary:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the summary for a `text` that `to_json` returned; ValueError for any
-        other text.
+        """Return the summary that `to_json` has written.
+
+        Raises:
+            ValueError: `text` is not the text of a summary.
         """
         try:
             values: dict[str, Any] = {
                 key.replace("eval/", "eval_"): value for key, value in json.loads(text).items()
             }
             values["status"] = Status(values["status"])
+            numbers = ("eval_top1", "best_top1", "steps", "seconds", "skipped_updates")
+            float(sum(values[name] for name in numbers if name in values))
             return cls(**values)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a summary: {error}") from error
 
     def line(self) -> str:
         """Return the line that a launch logs at its end, unless it was stopped."""
         where = f"{self.world_size} × {self.device} ({self.backend})"
-        speed = [
+        results = [
+            f"{self.eval_split} acc {self.eval_top1:.4f}",
             f"{self.seconds_per_epoch:,.1f} s/epoch" if self.seconds_per_epoch is not None else "",
             f"{self.images_per_second:,.0f} img/s" if self.images_per_second is not None else "",
+            f"{self.skipped_updates} of {self.steps} updates skipped" * (self.skipped_updates > 0),
         ]
-        return (
-            f"{self.eval_split} acc {self.eval_top1:.4f} · {' · '.join(filter(None, speed))} on"
-            f" {where}"
-        )
+        return f"{' · '.join(filter(None, results))} on {where}"
 
 
 def read_summary(run_dir: Path, step: int) -> str:
-    """Return the text of summary.json if it is valid and of a launch that ended, not stopped, at
-    `step`; else "".
+    """Return the text of summary.json if its launch ended at `step`.
+
+    Returns "" if the launch was stopped or ended at another step, or if the file is missing or
+    invalid.
     """
     try:
         text = (run_dir / "summary.json").read_text()
         summary = Summary.from_json(text)
         return text if summary.steps == step and summary.status is not Status.stopped else ""
-    except (OSError, ValueError):  # a missing or damaged summary is made again
+    except (OSError, ValueError):  # the caller then makes a new summary
         return ""

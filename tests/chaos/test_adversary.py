@@ -85,14 +85,14 @@ LINES = [
     "data=fashion_mnist data.root='~nosuchuser'",
     "train job_file=/dev/null",
     "freeze x.json world_size=-1",
-    "doctor size_mb=1e400",
+    "doctor size_mib=1e400",
     "node-check head=127.0.0.1 port=0 nnodes=2 node_rank=0",
     f"node-check head=127.0.0.1 port=29999 node_rank=0 nnodes={'9' * 400}",
 ]
 """Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and
 valid.
 """
-OVERRIDES = 300
+OVERRIDES = trials(300)
 COMMAND_LINES = trials(40) + len(LINES)
 
 

@@ -20,10 +20,11 @@ from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.images.decoding import shrink
 from ddp_trainer.data.images.file_index import load_index
 from ddp_trainer.data.images.image_files import ImageFiles
-from ddp_trainer.observers.memory import peak_memory_mb
+from ddp_trainer.observers.ranks import peak_memory_mb
 
 BUILD_KILLS = trials(100)
 TRAIN_KILLS = trials(20)
+EPOCHS = 10 + TRAIN_KILLS
 
 
 def write_photos(root: Path, *, count: int, size: tuple[int, int] = (300, 400)) -> Path:
@@ -117,14 +118,14 @@ def test_a_run_on_images_killed_in_mid_epoch_ends_as_one_left_alone(
         *folder_words(root, tmp_path / "cache", cache=cache),
         f"output_dir={tmp_path}",
         "global_batch_size=12",
-        "epochs=30",
+        f"epochs={EPOCHS}",
         "checkpoint.every_steps=2",
     )
     chance = random.Random(ranks)
     run_dir = tmp_path / "run"
     for _ in range(TRAIN_KILLS // 2):
         kill_in_training(ranks, compose(*words, "name=run"), run_dir, after=chance.uniform(0, 0.2))
-    assert newest_step(run_dir) < 30 * 8, "the run was over before its last kill"
+    assert newest_step(run_dir) < EPOCHS * 8, "the run was over before its last kill"
     train_on(ranks, *words, "name=run", deadline=300)
     train_on(ranks, *words, "name=alone", deadline=300)
     assert_bitwise(trained_state(tmp_path / "alone"), trained_state(run_dir))

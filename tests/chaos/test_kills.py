@@ -5,13 +5,12 @@ left alone.
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from conftest import trials
-from processes import clean_environment, torchrun, wait_for
+from processes import start_launch, wait_for
 from runs import (
     TINY,
     assert_bitwise,
@@ -26,7 +25,12 @@ from runs import (
 from ddp_trainer.tools.verify import find_damage
 
 KILLS = trials(15)
-LONG = (*TINY, "epochs=60", "checkpoint.every_steps=2", "data.augment.random_crop_padding=2")
+LONG = (
+    *TINY,
+    f"epochs={4 * KILLS}",
+    "checkpoint.every_steps=2",
+    "data.augment.random_crop_padding=2",
+)
 
 
 def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
@@ -49,29 +53,26 @@ def test_random_ranks_killed_at_random_moments_under_max_restarts(
 ) -> None:
     run_dir = tmp_path / "run"
     chance = random.Random(ranks)
-    command = [*torchrun(ranks, f"--max-restarts={KILLS}"), "-m", "ddp_trainer", *LONG]
-    with open(tmp_path / "log", "w") as log:
-        agent = subprocess.Popen(
-            [*command, f"output_dir={tmp_path}", "name=run"],
-            env=clean_environment(),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    log = tmp_path / "log"
+    log.touch()
+    words = ["-m", "ddp_trainer", *LONG, f"output_dir={tmp_path}", "name=run"]
+    options = [f"--max-restarts={KILLS}"]
+    agent = start_launch(words, ranks=ranks, options=options, output=str(log))
     killed = 0
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     while killed < KILLS:
         before = newest_step(run_dir)
-        wait_for(lambda: newest_step(run_dir) > before or agent.poll() is not None)  # noqa: B023 - called at once
-        if agent.poll() is not None:
+        wait_for(lambda: newest_step(run_dir) > before or agent.exitcode is not None)  # noqa: B023 - called at once
+        if agent.exitcode is not None:
             break
         time.sleep(chance.uniform(0, 0.3))
         workers = children.read_text().split()
         if len(workers) == ranks:
             os.kill(int(chance.choice(workers)), signal.SIGKILL)
             killed += 1
-            wait_for(lambda: children.read_text().split() != workers or agent.poll() is not None)  # noqa: B023
-    assert agent.wait(timeout=120) == 0, (tmp_path / "log").read_text()[-5000:]
+            wait_for(lambda: children.read_text().split() != workers or agent.exitcode is not None)  # noqa: B023
+    agent.join(120)
+    assert agent.exitcode == 0, log.read_text()[-5000:]
     assert killed == KILLS, f"the run was over after {killed} kills"
     assert_undisturbed(run_dir, ranks=ranks, folder=tmp_path)
 

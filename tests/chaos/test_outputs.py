@@ -2,6 +2,8 @@
 damaged.
 """
 
+import json
+import math
 import os
 import pty
 import subprocess
@@ -9,11 +11,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import clean_environment, run_command, succeed, torchrun, wait_for
-from runs import TINY, newest_step, read_summary, records, train_on
+from processes import clean_environment, launch, run_command, succeed, torchrun, wait_for
+from runs import TENSORBOARD, TINY, newest_step, read_summary, records, train_on
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddp_trainer.training.summary import Status, Summary
 
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 PYTHON = f"{sys.executable} -m ddp_trainer"
@@ -33,7 +38,7 @@ LOST_STDOUT = {
 @pytest.mark.parametrize("way", LOST_STDOUT)
 def test_a_lost_stdout_ends_no_training(way: str, command: str, tmp_path: Path) -> None:
     words = (
-        " ".join([command, *TINY, f"output_dir={tmp_path}", "name=run"])
+        " ".join([command, *TINY, TENSORBOARD, f"output_dir={tmp_path}", "name=run"])
         .replace("[", "'[")
         .replace("]", "]'")
     )
@@ -46,7 +51,7 @@ def test_a_lost_stdout_ends_no_training(way: str, command: str, tmp_path: Path) 
 @pytest.mark.fault("the terminal gone without a signal")
 def test_a_terminal_that_is_gone_ends_no_training(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    words = [*PYTHON.split(), *TINY, "epochs=60", f"output_dir={tmp_path}", "name=run"]
+    words = [*PYTHON.split(), *TINY, TENSORBOARD, "epochs=60", f"output_dir={tmp_path}", "name=run"]
     with subprocess.Popen(
         words, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs
     ) as job:
@@ -63,6 +68,7 @@ def test_a_disk_filled_to_the_last_byte_ends_no_training(small_disk: Path) -> No
     ballast = small_disk / "ballast"
     words = (
         *TINY,
+        TENSORBOARD,
         f"output_dir={small_disk}",
         "name=run",
         "log_every_steps=1",
@@ -100,7 +106,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
 def test_damaged_outputs_end_no_run(name: str, damage: str, tmp_path: Path) -> None:
-    words = (*TINY, f"output_dir={tmp_path}", "name=run")
+    words = (*TINY, TENSORBOARD, f"output_dir={tmp_path}", "name=run")
     train_on(1, *words)
     path = tmp_path / "run" / name
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
@@ -111,7 +117,7 @@ def test_damaged_outputs_end_no_run(name: str, damage: str, tmp_path: Path) -> N
 
 @pytest.mark.fault("SIGKILL before the first checkpoint")
 def test_a_kill_before_the_first_checkpoint_doubles_no_point(tmp_path: Path) -> None:
-    words = [*TINY, f"output_dir={tmp_path}", "name=run", "log_every_steps=1"]
+    words = [*TINY, TENSORBOARD, f"output_dir={tmp_path}", "name=run", "log_every_steps=1"]
     run_command([sys.executable, FAULTY, *words], FAULT="kill:0:5")
     assert newest_step(tmp_path / "run") == 0
     succeed(*words)
@@ -123,7 +129,38 @@ def test_a_kill_before_the_first_checkpoint_doubles_no_point(tmp_path: Path) -> 
 
 
 @pytest.mark.fault("a loss that is not finite, skipped to the end")
-def test_a_summary_never_holds_nan(tmp_path: Path) -> None:
-    succeed(*TINY, f"output_dir={tmp_path}", "name=run", "optimizer.lr=1e30", "on_nonfinite=skip")
-    assert read_summary(tmp_path / "run")["eval/loss"] is None
-    assert "NaN" not in (tmp_path / "run/summary.json").read_text()
+def test_a_run_whose_updates_are_skipped_fails_if_its_model_is_of_no_use(tmp_path: Path) -> None:
+    words = (
+        *TINY,
+        TENSORBOARD,
+        f"output_dir={tmp_path}",
+        "name=run",
+        "optimizer.lr=1e30",
+        "on_nonfinite=skip",
+    )
+    done = launch(*words)
+    assert done.code == 1
+    assert "logits in the evaluation after step 8 are infinite or NaN" in done.output
+    assert records(tmp_path / "run", "eval/loss")[0]["eval/loss"] == "nan"
+    assert not (tmp_path / "run/summary.json").exists()
+
+
+def test_a_summary_never_holds_nan() -> None:
+    known: dict[str, Any] = {
+        "status": Status.finished,
+        "eval_split": "test",
+        "eval_count": 1,
+        "epochs": 1,
+    }
+    where: dict[str, Any] = {
+        "steps": 1,
+        "world_size": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "sync": "ddp",
+    }
+    measured: dict[str, Any] = dict.fromkeys(
+        ("eval_top1", "eval_loss", "best_top1", "seconds"), math.nan
+    )
+    values = json.loads(Summary(**known, **where, **measured).to_json())
+    assert [values[key] for key in ("eval/top1", "eval/loss", "best_top1", "seconds")] == [None] * 4

@@ -36,6 +36,7 @@ from runs import (
 )
 
 from ddp_trainer.checkpoint.file import State, read_state, write_file
+from ddp_trainer.checkpoint.run_dir import check_config_file
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.files import lock_file
 
@@ -91,12 +92,9 @@ def test_a_kill_loses_no_best_checkpoint(tmp_path: Path) -> None:
 def write_best_for_ever(folder: Path, step: int) -> None:
     while True:
         step += 1
-        path = folder / f"step-{step % 2}.pt"
-        write_file(
-            path,
-            {"step": step, "epoch": 0, "model": {"weight": np.zeros(9).tolist()}},
-            also=folder / "best.pt",
-        )
+        for name in ("best.pt", f"step-{step % 2}.pt"):
+            state = {"step": step, "epoch": 0, "config": {"zeros": np.zeros(9).tolist()}}
+            write_file(folder / name, state)
 
 
 def without(key: str) -> Callable[[State], State]:
@@ -151,6 +149,14 @@ def test_without_config_yaml_another_config_is_refused(tmp_path: Path) -> None:
     done = launch(*words, "optimizer.lr=0.3")
     assert done.code == 2
     assert "holds a run of another config (optimizer.lr: 0.05 → 0.3)" in done.output
+
+
+def test_a_config_file_that_cannot_be_read_now_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-00000001.pt").touch()
+    (tmp_path / "config.yaml").symlink_to("/proc/self/mem")  # reading it is an I/O error
+    with pytest.raises(OSError, match="Input/output error"):
+        check_config_file(tmp_path, {})
 
 
 @pytest.mark.fault("a lock that is held")
@@ -211,7 +217,9 @@ def test_a_restart_resumes_although_resume_is_never(tmp_path: Path) -> None:
         "checkpoint.every_steps=2",
         "resume=never",
     ]
-    done = run_command([*torchrun(2, "--max-restarts=2"), FAULTY, *words], FAULT="kill:1:5:once")
+    done = launch(
+        *words, ranks=2, script=FAULTY, options=["--max-restarts=2"], FAULT="kill:1:5:once"
+    )
     assert done.code == 0, done.output
     assert "step-00000004.pt (epoch" in done.output, "resumed"
     assert not list(tmp_path.glob("run.old*"))
@@ -238,7 +246,7 @@ def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(
     assert sweep.returncode == 0, output
     assert "not finished" in output
     assert not list(tmp_path.glob("run/*seed=1*"))
-    done = run_command([*(command if ranks == 1 else torchrun(2)), "-m", "ddp_trainer", *words])
+    done = launch(*words, ranks=None if ranks == 1 else 2)
     assert done.code == 0, done.output
     run_dirs = [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
     assert [read_summary(run_dir)["epochs"] for run_dir in run_dirs] == [100, 100]
@@ -255,7 +263,7 @@ def test_local_sgd_stops_within_its_period(tmp_path: Path) -> None:
         "epochs=40",
     ]
     words += ["data.num_train=1200"]
-    done = run_command([*torchrun(2), FAULTY, *words], FAULT="terminate:1:5")
+    done = launch(*words, ranks=2, script=FAULTY, FAULT="terminate:1:5")
     assert done.code == 0, done.output
     assert newest_step(tmp_path / "run") < 50, "an epoch has 100 steps"
     assert "not finished" in done.output

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import run_command, start_command, succeed, torchrun, wait_for
+from processes import launch, run_command, start_command, succeed, torchrun, wait_for
 from runs import TINY, read_summary
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_an_interrupt_at_the_start_is_no_traceback(ranks: int, tmp_path: Path) -
 @pytest.mark.fault("SIGSTOP of a rank before it joins")
 def test_a_rank_that_never_joins_is_named(tmp_path: Path) -> None:
     words = [*TINY, f"output_dir={tmp_path}", "name=run", "timeout_seconds=8"]
-    done = run_command([*torchrun(2), FAULTY, *words], FAULT="stop:1:join", deadline=150)
+    done = launch(*words, ranks=2, script=FAULTY, FAULT="stop:1:join", deadline=150)
     assert done.code == 1
     assert "1 of 2 ranks came within 8 s, missing: 1" in done.output
 

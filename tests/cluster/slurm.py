@@ -28,6 +28,7 @@ FINAL = {
     "OUT_OF_MEMORY",
     "BOOT_FAIL",
     "DEADLINE",
+    "PREEMPTED",
 }
 SLURM_CONF = """\
 ClusterName=test
@@ -61,6 +62,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 PriorityTier=1 GraceTime=60
+PartitionName=brief Nodes=ALL MaxTime=60 PriorityTier=1 GraceTime=0 PreemptMode=CANCEL
 PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=2 PreemptMode=OFF
 """
 NODE = "NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=4 Gres=gpu:2"
@@ -70,8 +72,9 @@ class SlurmCluster:
     """`size` nodes of 4 CPUs and 2 GPUs (counted by SLURM, there or not), tracked by cgroup as in
     production.
 
-    Partition ``main`` is the default; a job in ``urgent`` preempts what runs there. Nothing of it
-    outlives `stop`. Job ids and node names are those of no other cluster on this host.
+    Partition ``main`` is the default; a job in ``urgent`` preempts what runs there, and cancels
+    what runs in ``brief``. Nothing of it outlives `stop`. Job ids and node names are those of no
+    other cluster on this host.
     """
 
     def __init__(self, folder: Path, size: int) -> None:

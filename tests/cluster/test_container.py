@@ -22,6 +22,7 @@ PACKAGE = "/opt/venv/lib/python3.11/site-packages/ddp_trainer"
 TWO_RANKS = ("--master-port=29511", "--nproc_per_node=2", "-m", "ddp_trainer")
 IN_PIP_CONF = "nobody-else-reads-this"
 """A word that only the secret of the build holds."""
+STORE_GB = 30
 BUSY = "sealing memfd copy: Device or resource busy"
 """What buildah says when Linux refuses it, on a busy machine and before anything has run, to seal
 its copy of itself: fcntl(2), F_SEAL_WRITE. The way out is to start it again.
@@ -72,8 +73,10 @@ class Buildah:
 
 @pytest.fixture(scope="module")
 def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
-    """An empty store. It grows to some 20 GB, and goes with the last test."""
+    """An empty store. It grows to `STORE_GB`, and goes with the last test."""
     folder = tmp_path_factory.mktemp("buildah")
+    free = shutil.disk_usage(folder).free / 1e9
+    assert free > STORE_GB, f"{folder} has {free:.0f} GB left, and the image needs {STORE_GB}"
     buildah = Buildah(folder)
     try:
         yield buildah

@@ -32,7 +32,10 @@ LONG = (
 class Job:
     """multinode.sh by hand on each of some hosts, one rank a node, in tmp_path/run."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *overrides: str, nnodes: str = "4") -> None:
+    def __init__(
+        self, hosts: Hosts, folder: Path, *overrides: str, nnodes: str = "4", **variables: str
+    ) -> None:
+        self.variables = variables
         self.hosts = hosts
         self.folder = folder
         self.nnodes = nnodes
@@ -50,6 +53,7 @@ class Job:
             HEAD="node0",
             NPROC="1",
             JOIN_SECONDS="60",
+            **self.variables,
         )
 
     def log(self, number: int) -> Path:
@@ -182,14 +186,18 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
 
 
 def test_a_host_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
-    """Its power is cut: no other host is notified, and torchrun has to detect it."""
+    """Its power is cut: no other host is notified, and its heartbeats have to be missed."""
+
+    def wait_for(text: str) -> None:
+        until(lambda: text in job.log(0).read_text(), text, deadline=120, report=job.told)
+
     job = Job(hosts, tmp_path, *LONG, nnodes="2:4")
     job.until_it_trains(4)
     hosts.cut(2)
-    job.until_it_trains(3)
+    wait_for("3 ranks went on")
     hosts.power_on(2)
     job.nodes[2] = job.start(2)
-    job.until_it_trains(4, launches=2)
+    wait_for("4 ranks went on")
     job.nodes[1].send_signal(signal.SIGTERM)
     job.finish()
     epochs = read_summary(job.run_dir)["steps"] // 8 + 2

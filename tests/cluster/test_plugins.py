@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_a_job_of_plugins_that_is_killed_ends_as_one_that_was_left_alone(jobs: Jobs) -> None:
-    words = (*EXAMPLE, "epochs=60")
+    words = (*EXAMPLE, "epochs=30")
     succeed(*words, f"output_dir={jobs.folder}", "name=alone", ranks=2, deadline=300, **PLUGIN)
     job = jobs.submit(*words, "name=killed", **PLUGIN)
     jobs.until_it_trains(job, "killed")

@@ -3,8 +3,10 @@ disturbed.
 """
 
 import re
+import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ def test_a_job_on_two_nodes_trains_with_the_python_of_its_folder(jobs: Jobs) -> 
     (jobs.folder / ".venv").symlink_to(sys.prefix)
     job = jobs.submit(*SHORT, "name=plain", DDP_TRAINER_PYTHON="", VIRTUAL_ENV="", CONDA_PREFIX="")
     output = jobs.finish(job)
-    assert "test acc" in output.splitlines()[-1]
+    assert "test acc" in output.splitlines()[-2]
     assert not [line for line in output.splitlines() if "warn" in line.lower() or "error" in line]
     assert read_summary(jobs.folder / "plain")["world_size"] == 2
 
@@ -191,6 +193,38 @@ def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
     assert not any(find_damage(jobs.folder / "run").values())
 
 
+def test_a_job_that_preemption_cancels_says_how_to_go_on(
+    jobs: Jobs, undisturbed: dict[str, Any]
+) -> None:
+    """PreemptMode=CANCEL: SLURM gives the job its grace time, and does not requeue it."""
+    options = ("--nodes=2", "--partition=brief")
+    job = jobs.submit(*LONG, "name=run", options=options)
+    jobs.until_it_trains(job, "run")
+    jobs.slurm.submit("--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname")
+    state = jobs.slurm.wait(job)
+    output = jobs.slurm.output(job)
+    assert state == "PREEMPTED", output
+    [command] = re.findall("to continue, with the same options of sbatch: sbatch (.*)", output)
+    assert (jobs.folder / "run/stopped").exists()
+    again = jobs.slurm.submit(
+        *options[1:], *shlex.split(command), cwd=jobs.folder, DDP_TRAINER_PYTHON=sys.executable
+    )
+    jobs.submitted.append(again)
+    jobs.finish(again)
+    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
+
+
+def test_a_suspended_job_goes_on(jobs: Jobs, undisturbed: dict[str, Any]) -> None:
+    """PreemptMode=SUSPEND does what scontrol suspend does; here for longer than timeout_seconds."""
+    job = jobs.submit(*LONG, "name=run", "timeout_seconds=20")
+    jobs.until_it_trains(job, "run")
+    jobs.slurm.run("scontrol", "suspend", str(job))
+    time.sleep(25)
+    jobs.slurm.run("scontrol", "resume", str(job))
+    jobs.finish(job)
+    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_loss_of_a_node_loses_nothing(
     jobs: Jobs, undisturbed: dict[str, Any], number: int
@@ -212,9 +246,14 @@ def test_the_loss_of_a_node_loses_nothing(
     assert not any(find_damage(jobs.folder / "run").values())
 
 
-def test_the_time_limit_requeues_and_scancel_does_not(jobs: Jobs) -> None:
+@pytest.mark.parametrize("min_nodes", ["", "1"])
+def test_the_time_limit_requeues_and_scancel_does_not(min_nodes: str, jobs: Jobs) -> None:
     job = jobs.submit(
-        *LONG, "epochs=100000", "name=run", options=("--nodes=2", "--time=1", "--signal=B:USR2@10")
+        *LONG,
+        "epochs=100000",
+        "name=run",
+        options=("--nodes=2", "--time=1", "--signal=B:USR2@10", "--no-kill"),
+        DDP_TRAINER_MIN_NODES=min_nodes,
     )
     jobs.until_it_waits(job, restarts=1)
     assert (jobs.folder / "run" / "stopped").exists()
@@ -336,5 +375,5 @@ def test_a_job_that_always_fails_is_given_up(jobs: Jobs) -> None:
     assert output.splitlines()[-1].startswith(
         "slurm.sbatch: gave up: 2 starts in a row have made no checkpoint"
     )
-    assert f"to continue: sbatch --nodes=2 {SCRIPT}" in output
+    assert f"to start anew with other values: sbatch --nodes=2 {SCRIPT}" in output
     assert r"name=bad\ one" in output

@@ -1,6 +1,4 @@
-"""``benchmark``: every strategy side by side, those of plug-ins included; the table, the JSON file
-and the picture.
-"""
+"""``benchmark``: every strategy side by side, those of plug-ins included; table and JSON file."""
 
 import json
 from contextlib import ExitStack
@@ -13,10 +11,10 @@ from runs import TINY, compose
 from test_plugins import PLUGIN
 
 from ddp_trainer import registry
-from ddp_trainer.commands.results import writing
+from ddp_trainer.commands.results import write_results
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.start import start
+from ddp_trainer.start import set_up
 from ddp_trainer.tools.costs import VARIANTS
 from ddp_trainer.tools.step_benchmark import build_strategies
 
@@ -40,7 +38,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Rows, dict[str, 
         deadline=240,
         **PLUGIN,
     )
-    assert (folder / "benchmark-run/benchmark.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     result = json.loads((folder / "benchmark-run/benchmark.json").read_text())
     return done.output, {row["name"]: row for row in result["rows"]}, result["left_out"]
 
@@ -70,8 +67,8 @@ def test_the_phases_of_a_step_add_up(run: tuple[str, Rows, dict[str, str]]) -> N
 def strategies_in_fp16() -> tuple[list[str], list[str]]:
     """Return the strategies that can run, and those that are left out."""
     with ExitStack() as stack:
-        begun = start(compose(*TINY, "precision=fp16"), read_environment(), stack)
-        runs, left_out = build_strategies(begun, ["ddp", "local_sgd", "parameter_server"])
+        setup = set_up(compose(*TINY, "precision=fp16"), read_environment(), stack)
+        runs, left_out = build_strategies(setup, [])
         names = list(runs)
         del runs  # no DDP module may outlive the process group
     return names, list(left_out)
@@ -79,14 +76,13 @@ def strategies_in_fp16() -> tuple[list[str], list[str]]:
 
 def test_strategies_that_do_not_support_the_precision_are_left_out() -> None:
     [(names, left_out)] = on_ranks(1, strategies_in_fp16)
-    assert {name.partition(",")[0] for name in names} == {"ddp"}
-    assert sorted(left_out) == ["local_sgd", "parameter_server, 1"]
+    assert {"local_sgd", "parameter_server, 1"} <= set(left_out)
+    assert {name for name in VARIANTS if name.startswith("ddp")} <= set(names)
 
 
 def test_a_folder_that_cannot_be_made_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(ConfigError, match=r"file/x\.json was not written: "),
-        writing(tmp_path / "file" / "x.json"),
+    with pytest.raises(
+        ConfigError, match=r"plan-run/plan\.json cannot be written: Not a directory"
     ):
-        pass
+        write_results({}, tmp_path / "file" / "run", name="plan")

@@ -1,7 +1,5 @@
 """The model of a step's time against formulas and against a simulation of DDP's buckets."""
 
-from dataclasses import replace
-
 import pytest
 
 from ddp_trainer.config.sync import CommHook, DDPConfig
@@ -47,7 +45,7 @@ def test_strategies_without_overlap_take_as_long_as_their_messages(ranks: int) -
 def test_a_bucket_of_ddp_is_sent_after_its_gradients_and_the_bucket_before_it(
     hook: CommHook, cap_mb: int, bandwidth: float
 ) -> None:
-    network = replace(NETWORK, bandwidth=bandwidth)
+    network = NETWORK._replace(bandwidth=bandwidth)
     count = max(1, 8 // cap_mb)
     size = SIZE / count / (1 if hook is CommHook.none else 2)
     arrived = 0.0

@@ -3,12 +3,15 @@
 import csv
 import json
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import memory_disk
 from image_sets import write_fashion_mnist
 from PIL import Image
 from processes import launch, on_ranks, succeed
@@ -18,6 +21,7 @@ from ddp_trainer.checkpoint.file import write_file
 from ddp_trainer.commands import evaluate
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import DigitsConfig
+from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.data.datasets.digits import build_digits
 from ddp_trainer.tools.trained_model import override
 
@@ -68,6 +72,34 @@ def run_dir(digits_run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(digits_run, tmp_path / "run")
 
 
+def test_a_run_directory_that_cannot_be_written_is_read_with_another_output(
+    tmp_path: Path,
+) -> None:
+    """The disk is read-only, as a disk of shared models may be."""
+    with memory_disk(tmp_path / "disk", "size=32m") as disk:
+        train_on(1, *TINY, f"output_dir={disk}", "name=run", "epochs=1", "logger=[]")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for command in ("evaluate", "export", "report"):
+            words = [command, str(disk / "run"), *(["format=pt2"] if command == "export" else [])]
+            done = launch(*words)
+            assert done.code == USER_ERROR, done.output
+            assert done.output.splitlines()[-1].startswith(f"error: {disk}/run/"), done.output
+            assert done.output.endswith(
+                " cannot be written: Read-only file system; set output=… to a path that can be "
+                "written\n"
+            )
+            output = tmp_path / command
+            assert f"{output}" in succeed(*words, f"output={output}").output
+            assert launch(*words, "output=").code == USER_ERROR
+    assert (tmp_path / "evaluate/best-test/metrics.json").exists()
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {
+        ".lock",
+        "model.pt2",
+        "model_card.md",
+    }
+    assert (tmp_path / "report").read_text().startswith("<!doctype html>")
+
+
 def test_a_folder_whose_name_is_not_utf_8_can_be_printed(digits_run: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(digits_run, os.fsdecode(os.fsencode(tmp_path) + b"/r\xff"))
     assert rf"wrote {tmp_path}/r\udcff/evaluation/best-test" in succeed("evaluate", run_dir).output
@@ -95,12 +127,13 @@ def test_the_matrix_is_the_same_at_any_number_of_ranks_and_top1_that_of_the_trai
         )
         for name in names:
             summary = read_summary(tmp_path / name)
-            metrics = metrics_of(tmp_path / name, "last-test")
+            split = "last-validation" if name == "imagefolder" else "last-test"
+            metrics = metrics_of(tmp_path / name, split)
             assert metrics["top1"] == summary["eval/top1"]
             assert metrics["loss"] == pytest.approx(summary["eval/loss"], rel=1e-6)
             assert metrics["count"] == summary["eval/count"]
             matrices[name].add(
-                (tmp_path / name / "evaluation/last-test/confusion_matrix.csv").read_bytes()
+                (tmp_path / name / f"evaluation/{split}/confusion_matrix.csv").read_bytes()
             )
     for name, (matrix,) in matrices.items():
         rows = list(csv.reader(matrix.decode().splitlines()))[1:]
@@ -161,11 +194,21 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
     )
     other = write_digits(tmp_path / "other", splits=("",), count=60)
     next((other / "digit 3").iterdir()).write_bytes(b"no image")
+    on_ranks(1, evaluate.main, [str(tmp_path / "run"), "checkpoint=last"])
+    of_training = metrics_of(tmp_path / "run", "last-validation")
     on_ranks(2, evaluate.main, [str(tmp_path / "run"), f"data.root={other}", "checkpoint=last"])
-    metrics = metrics_of(tmp_path / "run", "last-test")
+    [folder] = (tmp_path / "run/evaluation").glob("last-test-*")
+    assert re.fullmatch("last-test-[0-9a-f]{8}", folder.name)
+    metrics = metrics_of(tmp_path / "run", folder.name)
     assert metrics["count"] == 59
     assert metrics["data"] == {"name": "imagefolder", "root": str(other)}
-    mistakes = json.loads((tmp_path / "run/evaluation/last-test/mistakes.json").read_text())
+    assert metrics_of(tmp_path / "run", "last-validation") == of_training
+    copy = shutil.copytree(tmp_path / "images", tmp_path / "copy")
+    on_ranks(1, evaluate.main, [str(tmp_path / "run"), f"data.root={copy}", "checkpoint=last"])
+    of_copy = metrics_of(tmp_path / "run", "last-validation")
+    assert of_copy["data"]["root"] == str(copy)
+    assert of_copy["top1"] == of_training["top1"]
+    mistakes = json.loads((folder / "mistakes.json").read_text())
     assert mistakes
     assert all(
         os.path.dirname(mistake["path"]) == str(other / mistake["label"]) for mistake in mistakes
@@ -174,12 +217,44 @@ def test_another_folder_with_the_same_classes(tmp_path: Path) -> None:
     changed.rename(changed.with_stem("renamed"))
     done = succeed("evaluate", str(tmp_path / "run"), "checkpoint=last")
     assert done.output.count("the images differ from those of the training") == 1
+    assert metrics_of(tmp_path / "run", "last-validation")["data"] == of_copy["data"]
     (other / "digit 3").rename(other / "cow")
     done = launch("evaluate", str(tmp_path / "run"), f"data.root={other}")
     assert done.code == 2
     assert (
         f"error: {other} has the class 'cow', which the training images do not have" in done.output
     )
+
+
+@pytest.mark.parametrize("words", [(), ("data.validation_fraction=0.2",)])
+def test_a_split_is_called_what_its_folder_is_called(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    images = write_digits(tmp_path / "images", splits=("test",), count=80)
+    done = launch(
+        "train",
+        *LENET,
+        *words_for("imagefolder", tmp_path),
+        *words,
+        f"output_dir={tmp_path}",
+        "name=run",
+    )
+    assert done.code == 0, done.output
+    ignored = f"{images / 'val'} is not used, because data.validation_fraction=0.2 holds out"
+    assert done.output.count(ignored) == len(words)
+    num_validation = 40 if words else 200
+    assert f"{num_validation} validation images" in done.output
+    assert "is chosen on the test split" not in done.output
+    splits = [(), ("split=test",)]
+    on_ranks(1, _evaluate, *[[str(tmp_path / "run"), "checkpoint=last", *each] for each in splits])
+    counts = [
+        metrics_of(tmp_path / "run", f"last-{name}")["count"] for name in ("validation", "test")
+    ]
+    assert counts == [num_validation, 80]
+    shutil.rmtree(images / "test")
+    done = launch("evaluate", str(tmp_path / "run"), "split=test")
+    assert done.code == 2
+    assert f"data.root={images} has no folder test: choose split=validation" in done.output
 
 
 def test_statistics_and_averages_are_those_that_the_training_evaluated(tmp_path: Path) -> None:

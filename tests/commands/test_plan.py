@@ -33,6 +33,13 @@ def test_two_ranks_plan_for_more(tmp_path: Path) -> None:
     assert plan["compute"]["forward_backward"] > 0
 
 
+def test_keys_of_the_training_that_one_rank_cannot_have(tmp_path: Path) -> None:
+    """The compute time is that of one rank, with half of the batch and half of the shards."""
+    words = ("recovery.min_ranks=2", "shards=12", f"output_dir={tmp_path}", "name=run")
+    succeed("plan", "ranks=1,2", "steps=2", *TINY, *words, ranks=2, deadline=200)
+    assert (tmp_path / "plan-run/plan.json").exists()
+
+
 def test_one_rank_plans_for_a_network_that_is_given(tmp_path: Path) -> None:
     succeed(
         "plan",

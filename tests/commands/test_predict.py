@@ -15,12 +15,14 @@ from processes import clean_environment, launch, run_command
 from runs import train_on
 
 import ddp_trainer
+from ddp_trainer.checkpoint.file import write_file
 from ddp_trainer.commands import evaluate, predict
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import BadImageError
-from ddp_trainer.data.images.decoding import center_box
-from ddp_trainer.tools.classifier import Classifier
+from ddp_trainer.data.images.decoding import Box, center_box, resize
+from ddp_trainer.tools.classifier import Classifier, read_file
 from ddp_trainer.tools.preprocessing import Preprocessing
+from ddp_trainer.tools.trained_model import read_checkpoint
 
 COMMON = ("model=lenet", "precision=fp32", "max_steps=20", "logger=[]", "num_threads=1")
 
@@ -70,8 +72,8 @@ def test_probabilities_are_those_of_an_evaluation_of_the_same_files(
     run_dir: Path, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluate.main([str(run_dir)])
-    mistakes = json.loads((run_dir / "evaluation/best-test/mistakes.json").read_text())
-    metrics = json.loads((run_dir / "evaluation/best-test/metrics.json").read_text())
+    mistakes = json.loads((run_dir / "evaluation/best-validation/mistakes.json").read_text())
+    metrics = json.loads((run_dir / "evaluation/best-validation/metrics.json").read_text())
     capsys.readouterr()
     lines, _ = predicted(capsys, run_dir, str(images / "val"))
     assert [line["path"] for line in lines] == sorted(map(str, (images / "val").rglob("*.png")))
@@ -227,10 +229,59 @@ def test_errors_of_the_library_call_name_the_cause(run_dir: Path, tmp_path: Path
             call()
 
 
+def test_a_picture_is_prepared_as_the_data_set_says_or_refused(
+    run_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole pictures that are scaled, and a data set that does not say how it prepares them."""
+    picture = tmp_path / "wide.png"
+    Image.fromarray(
+        np.arange(48 * 16 * 3, dtype=np.uint32).astype(np.uint8).reshape(16, 48, 3)
+    ).save(picture)
+    prepared = tmp_path / "prepared.png"
+    Image.fromarray(np.full((16, 16, 3), 99, np.uint8)).save(prepared)
+    path, state = read_checkpoint(run_dir, "last")
+    for center_crop in ("stretch", None):
+        copy = tmp_path / f"run-{center_crop}"
+        (copy / "checkpoints").mkdir(parents=True)
+        changed = {**state["preprocessing"], "center_crop": center_crop}
+        write_file(copy / "checkpoints" / path.name, state | {"preprocessing": changed})
+    stretched = ddp_trainer.load(tmp_path / "run-stretch")
+    whole = resize(read_file(picture), Box(0, 0, 16, 48), (16, 16))
+    assert torch.equal(stretched.probabilities(picture), stretched.of_pixels(whole[None]))
+    lines, errors = predicted(capsys, tmp_path / "run-None", str(picture), str(prepared))
+    assert [line["path"] for line in lines] == [str(prepared)]
+    assert f"{picture} cannot be read" in errors
+    assert "it has 48 × 16 pixels, and the model expects 16 × 16" in errors
+    assert "add the member center_crop to the data set" in errors
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_part_of_a_picture_is_that_of_an_evaluation(seed: int) -> None:
     preprocessing = Preprocessing(
-        mean=[0.5], std=[0.5], image_shape=[3, 224, 224], center_crop=0.875
+        mean=[0.5], std=[0.5], image_shape=(3, 224, 224), center_crop=0.875
     )
     for height, width in np.random.default_rng(seed).integers(1, 3000, (200, 2)).tolist():
         assert preprocessing.box(height, width) == center_box(height, width)
+
+
+def test_without_one_image_that_can_be_read_the_exit_code_is_2(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        predict.main([str(run_dir), str(tmp_path)])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("error: no image could be read: the reasons are above\n")
+
+
+def test_a_line_has_no_control_character(
+    run_dir: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a\x1b[31m\x9b31mb.png"
+    path.symlink_to(images / "val/dark/0.png")
+    predict.main([str(run_dir), str(path)])
+    line = capsys.readouterr().out.removesuffix("\n")
+    assert line.isprintable()
+    assert json.loads(line)["path"] == str(path)

@@ -1,13 +1,15 @@
 """``report`` of runs that were really trained, and ``report=true``."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from processes import launch, on_ranks
 from runs import TINY, records, train_on
 
-from ddp_trainer.commands import evaluate, report
+from ddp_trainer.commands import evaluate, freeze, report
+from ddp_trainer.tools.report.page import write_report
 
 
 def test_a_run_that_diverged_says_so_in_its_metrics_and_its_report(
@@ -25,6 +27,31 @@ def test_a_run_that_diverged_says_so_in_its_metrics_and_its_report(
         f"The training diverged at step {last['step']}"
         in (tmp_path / "run/report.html").read_text()
     )
+
+
+def test_the_report_of_a_sweep_names_its_jobs_by_what_differs(tmp_path: Path) -> None:
+    words = (*TINY, f"output_dir={tmp_path}", "name=sweep", "report=true")
+    done = launch(*words, "optimizer.lr=0.02,0.01", "--multirun")
+    assert done.code == 0, done.output
+    report.main([str(tmp_path / "sweep")])
+    page = (tmp_path / "sweep/report.html").read_text()
+    heads = re.findall('<th scope="row"><span class="run">.*?<bdi>(.*?)</bdi>', page)
+    assert sorted(heads) == ["optimizer.lr=0.01", "optimizer.lr=0.02"]  # the folders have a hash
+    assert "F1 of each class · test, the most changed first" in page
+    shown = re.sub(r"data:image/png;base64,[\w+/=]+|nonce[=-]\S+", "", page)
+    assert re.findall(r"\d[\d.]{13,}", shown) == []
+
+
+def test_reports_may_be_written_at_the_same_time(tmp_path: Path) -> None:
+    train_on(1, *TINY, f"output_dir={tmp_path}", "name=run", "max_steps=2")
+    on_ranks(4, write_reports, [tmp_path / "run"], tmp_path / "run/report.html")
+    assert (tmp_path / "run/report.html").read_text().rstrip().endswith("</html>")
+    assert not list((tmp_path / "run").glob(".*.writing"))
+
+
+def write_reports(run_dirs: list[Path], output: Path) -> None:
+    for _ in range(10):
+        write_report(run_dirs, output)
 
 
 def test_the_end_of_a_run_leaves_the_scores_of_evaluate_and_a_report(tmp_path: Path) -> None:
@@ -58,3 +85,24 @@ def test_the_end_of_a_run_leaves_the_scores_of_evaluate_and_a_report(tmp_path: P
         record["launch/world_size"] for record in records(tmp_path / "run", "launch/world_size")
     ]
     assert launches == [2, 3]
+
+
+def test_a_report_and_a_job_file_replace_only_their_own_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    config = tmp_path / "run/config.yaml"
+    config.write_text("name: run\n")
+    mine = tmp_path / "mine"
+    for main, words in (
+        (report.main, [str(tmp_path / "run"), "output={}"]),
+        (freeze.main, ["{}", "model=lenet"]),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([word.format(config) for word in words])
+        assert f"error: {config} is not replaced" in capsys.readouterr().err
+        assert config.read_text() == "name: run\n"
+        mine.write_text("")  # as mktemp does
+        for _ in range(2):
+            main([word.format(mine) for word in words])
+        mine.unlink()

@@ -1,6 +1,7 @@
 """The command line as a user meets it: help, completion, sweeps, and the same command again."""
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from runs import TINY, compose, read_summary, records
 from ddp_trainer import registry
 from ddp_trainer.commands import COMMANDS
 from ddp_trainer.config.composition import to_builtins
-from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.differences import flatten_keys
 
 DDP_TRAINER = str(Path(sys.executable).with_name("ddp-trainer"))
 CHEAP = (*TINY, "epochs=1")
@@ -43,6 +44,13 @@ def test_help_of_train_lists_every_key_with_its_default() -> None:
         if key.split(".")[-1] != "name" and not isinstance(value, list):
             shown = yaml.safe_dump(value).splitlines()[0]
             assert re.search(rf"^  {re.escape(f'{key}={shown}')}", text, re.MULTILINE), key
+    marked = re.findall(r"^(\w+)=(\w+) \(default\)$", text, re.MULTILINE)
+    default = to_builtins(compose())
+    assert marked == [
+        (group, name)
+        for group in registry.GROUPS
+        for name in ([default[group]["name"]] if "name" in default[group] else default[group])
+    ]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -83,6 +91,27 @@ def test_what_only_answers_creates_nothing_and_imports_no_torch(
 
 
 @pytest.mark.parametrize(
+    "command", [*sorted(COMMANDS.keys() - {"node-check"}), "train --multirun seed=1,2"]
+)
+def test_without_torch_a_command_works_or_is_one_line(
+    command: str, without_torch: dict[str, Any], tmp_path: Path
+) -> None:
+    error = "ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    (tmp_path / "no/torch/__init__.py").write_text(f"raise {error}")
+    (tmp_path / "outputs/run/checkpoints").mkdir(parents=True)
+    words = {"evaluate": "outputs/run", "predict": "outputs/run .", "report": "outputs/run"}
+    words |= {"export": "outputs/run", "verify": "outputs/run", "freeze": "job.json"}
+    words |= {"plan": "bandwidth_mbit=100 latency_us=10"}
+    line = [sys.executable, "-m", "ddp_trainer", *command.split(), *words.get(command, "").split()]
+    done = run_command(line, cwd=tmp_path, **without_torch)
+    if command in ("report", "freeze"):
+        assert done.code == 0, done.output
+    else:
+        text = "error: torch is not installed: pip install torch torchvision\n"
+        assert (done.code, done.output) == (1, text)
+
+
+@pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("ddp-trainer model=", {f"model={name}" for name in registry.choices("model")}),
@@ -105,16 +134,19 @@ def test_completion_offers_choices_and_keys(
 
 
 def test_bash_completes_in_a_second_of_cpu_time_after_the_line_that_installs_it() -> None:
+    """On a machine that imports Hydra in 0.4 s; a slower one takes as much longer."""
     script = f"""
         PATH="{Path(DDP_TRAINER).parent}:$PATH"
         eval "$(ddp-trainer -sc install=bash)"
         COMP_LINE='ddp-trainer sync=d' COMP_POINT=18 COMP_CWORD=1
         TIMEFORMAT=%U # CPU time, which a busy machine does not change
+        for i in 1 2 3; do time {sys.executable} -c "import hydra"; done
         for i in 1 2 3; do time hydra_bash_completion; done && echo "${{COMPREPLY[@]}}"
     """
     *seconds, offered = run_command(["bash", "-c", script]).output.splitlines()
     assert "sync=ddp" in offered.split()
-    assert min(map(float, seconds)) < 1
+    imports, completions = (min(map(float, part)) for part in (seconds[:3], seconds[3:]))
+    assert completions < max(1, 2.5 * imports)
 
 
 # --- sweeps ---------------------------------------------------------------------------------------
@@ -126,7 +158,8 @@ def test_a_sweep_leaves_a_run_directory_a_job_and_nothing_else(
     ranks: int | None, tmp_path: Path
 ) -> None:
     sweep = ("seed=0,1", "optimizer.lr=0.01,0.1")
-    succeed("--multirun", *CHEAP, *sweep, "name=sweep", ranks=ranks, cwd=tmp_path)
+    done = succeed("--multirun", *CHEAP, *sweep, "name=sweep", ranks=ranks, cwd=tmp_path)
+    check_table(done.output, tmp_path / "outputs/sweep")
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
     outputs = tmp_path / "outputs"
     assert [path.name for path in outputs.iterdir() if path.is_dir()] == ["sweep"]
@@ -139,6 +172,25 @@ def test_a_sweep_leaves_a_run_directory_a_job_and_nothing_else(
     for job in jobs:
         assert read_summary(job)["steps"] == 8
         assert read_summary(job)["world_size"] == (ranks or 1)
+
+
+def check_table(output: str, folder: Path) -> None:
+    """Check that the output ends with a table of the four jobs, the best first."""
+    rows = [
+        [cell.strip() for cell in line.strip("│┃").split("│" if "│" in line else "┃")]
+        for line in output.splitlines()
+        if line.startswith(("│", "┃"))
+    ]
+    assert rows[0] == ["seed", "optimizer.lr", "best eval/top1", "seconds", "run directory"]
+    assert {(seed, lr) for seed, lr, *_ in rows[1:]} == {
+        (seed, lr) for seed in "01" for lr in ("0.01", "0.1")
+    }
+    scores = [row[2] for row in rows[1:]]
+    assert scores == sorted(scores, reverse=True)
+    for _, _, top1, _, path in rows[1:]:
+        assert top1 == f"{read_summary(folder.parent.parent / path)['best_top1']:.4f}"
+    last = output.splitlines()[-1]
+    assert last == "compare the runs: python -m ddp_trainer report outputs/sweep"
 
 
 @pytest.mark.parametrize(("words", "what"), [(["--multirun"], "not supported"), ([], "for sweeps")])
@@ -194,3 +246,22 @@ def test_resume_never_renames_the_former_run(train_in: Callable[..., Path]) -> N
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["optimizer"]["lr"] == 0.3
     assert read_summary(run_dir)["status"] == "finished"
     assert str(backup) in done.output
+
+
+def test_help_that_is_not_read_to_its_end_is_no_error() -> None:
+    script = f"{sys.executable} -m ddp_trainer train --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = run_command(["bash", "-c", script])
+    assert done.output.splitlines()[1:] == [str(128 + signal.SIGPIPE)]
+
+
+def test_refused_launches_with_resume_never_rename_the_former_run_once(
+    train_in: Callable[..., Path],
+) -> None:
+    run_dir = train_in("fresh", *CHEAP)
+    former = (run_dir / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        weights = "model.weights=/missing.pt"
+        words = (*CHEAP, "name=fresh", f"output_dir={run_dir.parent}", weights, "resume=never")
+        assert launch(*words).code == 2
+    [backup] = run_dir.parent.glob("fresh?*")
+    assert (backup / "metrics.jsonl").read_bytes() == former

@@ -1,6 +1,7 @@
 """``verify``: silent about a good run directory; every damage is a finding and none a traceback."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import launch, succeed
-from runs import TINY, train_on
+from runs import TENSORBOARD, TINY, train_on
 
 from ddp_trainer.config.loggers import JsonlConfig, TensorBoardConfig
 from ddp_trainer.observers.loggers.jsonl import JsonlLogger
@@ -19,7 +20,7 @@ from ddp_trainer.tools.verify import RunFiles, check_tensorboard, find_damage
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verify")
-    train_on(2, *TINY, f"output_dir={folder}", "name=run", "log_every_steps=2")
+    train_on(2, *TINY, TENSORBOARD, f"output_dir={folder}", "name=run", "log_every_steps=2")
     return folder / "run"
 
 
@@ -36,6 +37,11 @@ def test_a_good_run_has_no_findings(good_run: Path) -> None:
     assert all(
         line.endswith(" ok") for line in succeed("verify", str(good_run)).output.splitlines()
     )
+
+
+def test_drawn_samples_are_no_finding(tmp_path: Path) -> None:
+    train_on(1, *TINY, "data.sampling=balanced", "epochs=1", f"output_dir={tmp_path}", "name=run")
+    assert findings_of(tmp_path / "run") == []
 
 
 def test_findings_are_printed_and_the_exit_code_is_1(run_dir: Path) -> None:
@@ -58,11 +64,15 @@ def with_another_digest(text: str) -> str:
 @pytest.mark.parametrize(
     ("name", "change", "finding"),
     [
-        ("metrics.jsonl", lambda text: text[:-20], "metrics.jsonl: damaged lines: 1"),
+        (
+            "metrics.jsonl",
+            lambda text: text[:-20],
+            "metrics.jsonl has damaged lines, which were left out: 1.",
+        ),
         (
             "metrics.jsonl",
             lambda text: text.replace('"step"', "\x00step", 1),
-            "metrics.jsonl: damaged lines: 1",
+            "metrics.jsonl has damaged lines, which were left out: 1.",
         ),
         (
             "metrics.jsonl",
@@ -75,14 +85,24 @@ def with_another_digest(text: str) -> str:
             "metrics.jsonl: step 2 occurs more than once",
         ),
         ("metrics.jsonl", with_another_digest, "epoch 0: used 96 samples"),
-        ("summary.json", lambda text: text[:40], "summary.json: damaged"),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace('"epoch": 0', '"epoch": [1]'),
+            "epoch 0: metrics.jsonl has no digest",
+        ),
+        (
+            "metrics.jsonl",
+            lambda text: text.replace('"samples/count": 96', '"samples/count": "\\n\\u001b[31m"'),
+            "epoch 0: used \\n\\x1b[31m samples",
+        ),
+        ("summary.json", lambda text: text[:40], "summary.json is damaged."),
         (
             "summary.json",
             lambda text: text.replace('"steps": 16', '"steps": 80'),
             "summary.json: is of step 80",
         ),
-        ("config.yaml", lambda text: "]" + text, "config.yaml: missing or damaged"),
-        ("config.yaml", lambda text: f"x: !!int ''\n{text}", "config.yaml: missing or damaged"),
+        ("config.yaml", lambda text: "]" + text, "config.yaml is damaged."),
+        ("config.yaml", lambda text: f"x: !!int ''\n{text}", "config.yaml is damaged."),
     ],
 )
 def test_damage_is_a_finding(
@@ -93,6 +113,14 @@ def test_damage_is_a_finding(
     assert changed != path.read_text()
     path.write_text(changed)
     assert any(line.startswith(finding) for line in findings_of(run_dir)), findings_of(run_dir)
+
+
+def test_files_that_cannot_be_read_are_findings(run_dir: Path) -> None:
+    os.truncate(run_dir / "metrics.jsonl", 2**40)
+    (run_dir / "tensorboard" / "events.out.tfevents.1.x").mkdir()
+    found = findings_of(run_dir)
+    assert "metrics.jsonl is too large and was left out." in found, found
+    assert "tensorboard: cannot be read (Is a directory)" in found, found
 
 
 def test_tensorboard_is_compared_whole(tmp_path: Path) -> None:
@@ -121,7 +149,6 @@ def test_no_flipped_bit_and_no_cut_ends_in_a_traceback(good_run: Path, tmp_path:
 
 
 def test_tensors_of_checkpoints_are_not_kept_in_memory(good_run: Path) -> None:
-    states = RunFiles(good_run).checkpoints.values()
-    assert all(
-        not isinstance(state, str) and {"model", "optimizer"}.isdisjoint(state) for state in states
-    )
+    states = RunFiles(good_run).states.values()
+    assert states
+    assert all({"model", "optimizer"}.isdisjoint(state) for state in states)

@@ -2,12 +2,17 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 import yaml
-from runs import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict, read_write
+from runs import TINY, compose
 
 from ddp_trainer import registry
 from ddp_trainer.commands.options import field_docstrings
@@ -15,11 +20,14 @@ from ddp_trainer.config.composition import (
     config_digest,
     config_dir,
     from_builtins,
+    job_dir,
     to_builtins,
+    to_saved,
     training_changes,
 )
-from ddp_trainer.config.data import FileAugmentConfig
-from ddp_trainer.config.errors import ConfigError, check_values, flatten_keys
+from ddp_trainer.config.differences import flatten_keys
+from ddp_trainer.config.errors import ConfigError, check_values
+from ddp_trainer.config.images import FileAugmentConfig
 from ddp_trainer.config.keys import change_keys, is_marked, known_keys, parse_value
 from ddp_trainer.config.messages import in_words
 from ddp_trainer.config.models import ModelConfig
@@ -110,7 +118,8 @@ def test_keys_of_a_config_are_changed_as_their_types_say() -> None:
     [
         ("optimizer.lr", True),
         ("epochs", True),
-        ("logger.csv.name", True),
+        ("logger.jsonl.name", False),
+        ("report", False),
         ("device", False),
         ("checkpoint.keep_last", False),
         ("data.root", False),
@@ -118,6 +127,54 @@ def test_keys_of_a_config_are_changed_as_their_types_say() -> None:
 )
 def test_the_schema_says_which_keys_name_the_jobs_of_a_sweep(key: str, is_named: bool) -> None:
     assert is_marked(key, "unnamed", known_keys()) != is_named
+
+
+@pytest.fixture(scope="module")
+def sweep_config() -> DictConfig:
+    """Return a config with Hydra's own settings for a sweep."""
+    compose()  # registers the config with Hydra
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return hydra.compose("config", ["hydra.mode=MULTIRUN"], return_hydra_config=True)
+
+
+def directories_of_a_sweep(
+    config: DictConfig, key: str, *words: str, values: Sequence[str] = ("a", "b")
+) -> list[Path]:
+    """Return the run directories of a sweep over the values of `key`."""
+    paths = []
+    for value in values:
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.overrides.task = [f"{key}={value}", *words]
+        HydraConfig.instance().set_config(config)
+        paths.append(job_dir("outputs", value if key == "name" else "run"))
+    return paths
+
+
+@pytest.mark.parametrize("key", sorted(known_keys()))
+def test_what_a_sweep_varies_is_in_the_names_of_its_jobs(
+    key: str, sweep_config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    monkeypatch.setattr("sys.argv", ["train", "--multirun", f"{key}=a,b", "device=cpu", "seed=1"])
+    first, second = directories_of_a_sweep(sweep_config, key, "device=cpu", "seed=1")
+    if key != "output_dir":  # which is given to `job_dir` itself
+        assert first != second
+    assert first.is_relative_to("outputs")
+    assert "seed=1" in first.name or key == "seed"
+    assert ("device=a" in first.name) == (key == "device")
+    assert ("device=cpu" in first.name) == (key == "device")
+
+
+def test_a_path_in_a_sweep_leads_to_no_other_folder(
+    sweep_config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    monkeypatch.setattr("sys.argv", ["train", "--multirun", "model.weights=x,y"])
+    values = ["../../x.pt", "a/b", "a_b", "図" * 150]
+    paths = directories_of_a_sweep(sweep_config, "model.weights", values=values)
+    assert {path.parent for path in paths} == {Path("outputs/run")}
+    assert len(set(paths)) == len(values)
+    assert all(len(path.name.encode()) < 255 for path in paths)
 
 
 def test_digests_are_equal_exactly_when_configs_are() -> None:
@@ -183,7 +240,7 @@ def test_a_rank_may_have_microbatches_of_one_sample_and_a_batch_of_one() -> None
 
 
 def test_every_key_has_a_description() -> None:
-    sections = {"augment", "check", "checkpoint", "ema", *registry.GROUPS}
+    sections = {"augment", "check", "checkpoint", "ema", "recovery", *registry.GROUPS}
     for schema in SCHEMAS:
         names = (
             {field.name for field in fields(schema)}
@@ -214,3 +271,47 @@ def test_every_rule_of_a_field_holds(schema: type) -> None:
             refuse(field.name, [-1] if isinstance(default, list) else -1, field.metadata["must_be"])
         if isinstance(default, float):
             refuse(field.name, math.inf, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:TOKEN}",
+        "a${oc.env:TOKEN}b",
+        r"\${oc.env:TOKEN}",
+        r"\\${oc.env:TOKEN}",
+        "${name}",
+        "${oc.decode:${oc.env:TOKEN}}",
+        "$${oc.env:TOKEN}",
+        "${",
+        "tail\\",
+        "$",
+    ],
+)
+def test_values_of_a_file_are_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    tree = to_builtins(compose(*TINY)) | {"output_dir": text}
+    config = from_builtins(tree)
+    assert config.output_dir == text
+    assert to_builtins(config) == tree
+    assert change_keys(tree, ["seed=3"]) == tree | {"seed": 3}
+    assert change_keys(tree, ["data.mean=[1, 2]", f"name={text}"])["name"] == text
+
+
+@pytest.mark.parametrize(
+    ("text", "saved"),
+    [
+        ("https://user:secret@host:5000/x", "https://***@host:5000/x"),
+        (
+            "postgresql+psycopg://user:secret@host/db?x=a@b",
+            "postgresql+psycopg://***@host/db?x=a@b",
+        ),
+        ("https://token@host", "https://***@host"),
+        ("https://host/a@b", "https://host/a@b"),
+        ("somebody@host", "somebody@host"),
+    ],
+)
+def test_no_password_is_saved(text: str, saved: str) -> None:
+    config = replace(compose(*TINY), output_dir=text)
+    assert to_saved(config)["output_dir"] == saved
+    assert to_builtins(config)["output_dir"] == text

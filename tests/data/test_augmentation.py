@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.config.images import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation
 
 EVERYTHING = AugmentConfig(random_crop_padding=2, random_hflip=True, random_erasing=0.5)

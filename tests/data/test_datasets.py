@@ -25,14 +25,9 @@ from runs import compose
 from test_idx import encode
 from torchvision.datasets import FashionMNIST
 
-from ddp_trainer.config.data import (
-    AugmentConfig,
-    DataConfig,
-    DigitsConfig,
-    FashionMnistConfig,
-    SyntheticConfig,
-)
+from ddp_trainer.config.data import DigitsConfig, FashionMnistConfig, SyntheticConfig
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.images import AugmentConfig, DataConfig
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import ImageTensors
 from ddp_trainer.data.datasets import fashion_mnist as module
@@ -197,7 +192,7 @@ def test_a_damaged_set_is_refused_by_naming_the_file(expected: str, tmp_path: Pa
     else:
         assert message.startswith(f"data.root={root}: ")
         assert expected in message
-        assert "; put the right files there, or set data.root to another folder" in message
+        assert "; put the four IDX files of Fashion-MNIST there, gzipped or not, or set" in message
 
 
 @pytest.mark.parametrize("missing", [FILES[0], FILES[3], None])
@@ -205,9 +200,9 @@ def test_a_root_that_lacks_a_file_is_refused(missing: str | None, tmp_path: Path
     root = write_small_set(tmp_path / "root") if missing else tmp_path / "nowhere"
     if missing:
         (root / missing).unlink()
-    lacking = missing or ", ".join(FILES)
     with pytest.raises(
-        ConfigError, match=rf"^data\.root={root} must be a folder .*: it lacks {lacking}$"
+        ConfigError,
+        match=rf"^data\.root={root}: .*/{missing or FILES[0]}\.gz cannot be read \(.*\); put the",
     ):
         build_resident(fashion_mnist(root))
 
@@ -295,7 +290,7 @@ def test_debians_files_are_found_before_those_in_the_cache(
     (cache / FILES[0]).write_bytes(zeros(6, 5, 5)[:-1])
     with pytest.raises(
         ConfigError,
-        match=r"^data\.root=null: .* is damaged: .*; put the right files there, or set data",
+        match=r"^data\.root=null: .* is damaged: .*; put the four IDX files of Fashion-MNIST there",
     ):
         build_resident(fashion_mnist())
 

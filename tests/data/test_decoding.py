@@ -1,6 +1,8 @@
 """Decoding of pictures of every kind, and the parts of images that training and evaluation see."""
 
 import io
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from ddp_trainer.data.images.decoding import (
     random_box,
     resize,
 )
+from ddp_trainer.data.images.file_index import load_index
+from ddp_trainer.tools.classifier import read_file
 
 
 def gradient(height: int = 24, width: int = 36) -> np.ndarray:
@@ -38,6 +42,12 @@ def png(pixels: np.ndarray) -> bytes:
 
 def as_array(content: bytes) -> np.ndarray:
     return np.frombuffer(bytearray(content), np.uint8)
+
+
+def npy(values: np.ndarray) -> np.ndarray:
+    file = io.BytesIO()
+    np.save(file, values)
+    return as_array(file.getvalue())
 
 
 # --- pictures as they come ----------------------------------------------------------------------
@@ -105,6 +115,10 @@ NO_IMAGES: dict[str, tuple[bytes, str]] = {
         png(np.zeros((10_001, 10_000), np.uint8)),
         "it has 10000 × 10001 pixels, and the maximum is 100 million",
     ),
+    "an array as a bomb": (
+        npy(np.zeros((3, 1, 60_000_000), np.uint8))[:200].tobytes(),
+        "it has 60000000 × 3 pixels, and the maximum is 100 million",
+    ),
 }
 """What is no image, and how its error begins."""
 
@@ -120,8 +134,34 @@ def test_what_is_no_image_is_a_bad_image(
     with pytest.raises(BadImageError) as error:
         decode(as_array(content))
     assert reason in str(error.value)
-    assert len(str(error.value)) <= 200
+    assert len(str(error.value)) <= 300
     assert str(error.value).isprintable()
+
+
+def test_a_file_larger_than_memory_is_a_bad_image(tmp_path: Path) -> None:
+    """Its end is a hole."""
+    huge = tmp_path / "huge.png"
+    huge.write_bytes(png(gradient()))
+    os.truncate(huge, 2**40)
+    with pytest.raises(BadImageError, match="it has 1,099,511,627,776 bytes, and the max"):
+        read_file(huge)
+    folder = tmp_path / "class"
+    folder.mkdir()
+    huge.rename(folder / "huge.png")
+    with pytest.raises(BadImageError, match="the maximum is 1,"):
+        load_index(tmp_path, tmp_path / "cache").read(0)
+
+
+def test_a_pipe_in_place_of_an_image_is_a_bad_image(tmp_path: Path) -> None:
+    """Without a writer, it would be waited for without end."""
+    folder = tmp_path / "class"
+    folder.mkdir()
+    (folder / "1.png").write_bytes(png(gradient()))
+    index = load_index(tmp_path, tmp_path / "cache")
+    (folder / "1.png").unlink()
+    os.mkfifo(folder / "1.png")
+    with pytest.raises(BadImageError, match="it is no regular file"):
+        index.read(0)
 
 
 # --- parts of images ----------------------------------------------------------------------------
@@ -150,3 +190,93 @@ def test_a_part_is_scaled_as_pillow_does() -> None:
     )
     scaled = resize(image, box, (16, 16)).permute(1, 2, 0).numpy()
     assert np.abs(scaled.astype(int) - np.asarray(expected).astype(int)).max() <= 1
+
+
+# --- more than 8 bits, and other channels than RGB ----------------------------------------------
+
+TWELVE_BITS = np.asarray(RGB.convert("L")).astype(np.uint16) * 16  # of a scanner or a microscope
+
+
+@pytest.mark.parametrize("codec", ["torchcodec", "Pillow"])
+@pytest.mark.parametrize("name", ["x.png", "x.tiff"])
+def test_sixteen_bits_keep_their_contrast(
+    name: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if codec == "Pillow":
+        monkeypatch.setattr(decoding, "decode_image", None)
+    Image.fromarray(TWELVE_BITS).save(tmp_path / name)
+    image = decode(as_array((tmp_path / name).read_bytes()))
+    expected = np.round(TWELVE_BITS / 4095 * 255)
+    assert np.abs(image.numpy().astype(int) - expected).max() <= 1
+    assert image.max() > 200
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("channels", [1, 3, 4, 7])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_arrays_have_any_number_of_channels(channels: int, dtype: str, is_last: bool) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (channels, 9, 8))
+    values[:, 0, :2] = [0, 255]  # so that the range is that of 8 bits
+    scaled = (values * {"uint8": 1, "uint16": 257, "float32": 100}[dtype]).astype(dtype)
+    image = decode(npy(np.moveaxis(scaled, 0, 2) if is_last else scaled), channels)
+    assert torch.equal(image, torch.from_numpy(values).to(torch.uint8))
+
+
+def false_header(shape: tuple[int, ...]) -> np.ndarray:
+    """Return a file of numpy.save whose header has another shape than its 100 bytes."""
+    file = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return as_array(file.getvalue() + bytes(100))
+
+
+@pytest.mark.parametrize("shape", [(4, 500_000, 2_000_000), (3, -1, 4), (3, 10**30, 10**30)])
+def test_a_false_header_allocates_nothing(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadImageError):
+        decode(false_header(shape), 4)
+
+
+def test_only_as_many_pages_as_channels_are_decoded(tmp_path: Path) -> None:
+    pages = [Image.new("L", (2000, 2000), number) for number in range(60)]
+    pages[0].save(tmp_path / "x.tiff", save_all=True, append_images=pages[1:], compression="lzma")
+    began = time.perf_counter()
+    with pytest.raises(BadImageError, match=r"it has more than 4 pages, data\.channels"):
+        decode(as_array((tmp_path / "x.tiff").read_bytes()), 4)
+    assert time.perf_counter() - began < 3
+
+
+def test_the_pages_of_a_tiff_are_channels(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (5, 9, 8), dtype=np.uint8)
+    first, *others = [Image.fromarray(page) for page in values]
+    first.save(tmp_path / "x.tiff", save_all=True, append_images=others)
+    image = decode(as_array((tmp_path / "x.tiff").read_bytes()), 5)
+    assert torch.equal(image, torch.from_numpy(values))
+    rgba = Image.fromarray(np.moveaxis(values[:4], 0, 2))
+    rgba.save(tmp_path / "x.png")
+    image = decode(as_array((tmp_path / "x.png").read_bytes()), 4)
+    assert torch.equal(image, torch.from_numpy(values[:4]))
+
+
+def test_gray_is_the_luminance(tmp_path: Path) -> None:
+    RGB.save(tmp_path / "x.png")
+    image = decode(as_array((tmp_path / "x.png").read_bytes()), 1)
+    expected = torch.from_numpy(np.asarray(RGB.convert("L")).astype(int))
+    assert image.shape == (1, *expected.shape)
+    assert (image[0].int() - expected).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (npy(np.zeros((3, 4, 4, 4))), "it is an array of float64 [3, 4, 4, 4], and no image"),
+        (npy(np.array([["a"]])), "it is an array of <U1 [1, 1], and no image"),
+        (npy(np.full((3, 4, 4), np.nan)), "it has values that are not finite"),
+        (npy(np.zeros((2, 4, 4), np.uint8)), "the image has 2 channels, and the model expects 3"),
+        (npy(np.zeros((3, 4, 4), np.uint8))[:-5], "ValueError: "),
+        (npy(np.array([{}], dtype=object)), "it is an array of object [1], and no image"),
+    ],
+)
+def test_an_array_that_is_no_image_is_a_bad_image(content: np.ndarray, reason: str) -> None:
+    with pytest.raises(BadImageError) as raised:
+        decode(content)
+    assert str(raised.value).startswith(reason)

@@ -52,9 +52,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def names(index: FileIndex) -> list[str]:
-    return [
-        os.path.relpath(os.fsdecode(index.path(number)), index.root) for number in range(len(index))
-    ]
+    return [os.path.relpath(index.path(number), index.root) for number in range(len(index))]
 
 
 def test_a_saved_index_is_that_of_the_scan(root: Path, scans: list[Path], tmp_path: Path) -> None:
@@ -125,10 +123,14 @@ def save(path: Path, names: np.ndarray) -> None:
         np.savez(file, names=names)
 
 
+def content_of(path: Path) -> dict[str, Any]:
+    with np.load(path, allow_pickle=False) as saved:
+        return dict(saved)
+
+
 def save_version_2(path: Path) -> None:
     """Change the texts of the index to arrays of bytes."""
-    with np.load(path, allow_pickle=False) as saved:
-        content = dict(saved)
+    content = content_of(path)
     texts = {"names": "".join(sorted(NAMES)), "folders": "\0cat\0cat/deep\0dog"}
     texts["class_names"] = "cat\0dog"
     content |= {key: np.frombuffer(text.encode(), np.uint8) for key, text in texts.items()}
@@ -160,6 +162,41 @@ def test_a_damaged_index_is_made_again(
     assert names(load_index(root, cache_dir)) == sorted(NAMES)
     assert len(scans) == 2
     assert not (cache_dir / "executed").exists()
+
+
+WRONG = (
+    np.zeros(0),
+    np.zeros(2, np.int64),
+    np.zeros((2, 2), np.int64),
+    np.int64(2**62),
+    np.array([-(2**63), 2**63 - 1]),
+    np.array(["cat", "dog"]),
+    np.array("cat"),
+    np.array([b"cat/1.png"]),
+    np.array([(b"cat/1.png", 9.0, 0.0)], [("name", "S9"), ("size", "f8"), ("time", "f8")]),
+    np.array([(b"/etc/passwd", 1)], [("name", "S11"), ("size", "i8")]),
+)
+
+
+@pytest.mark.parametrize("key", ["class_names", "counts", "files", "folders"])
+@pytest.mark.parametrize("wrong", [*range(len(WRONG)), None])
+def test_an_index_with_other_content_is_made_again(
+    key: str, wrong: int | None, root: Path, scans: list[Path], tmp_path: Path
+) -> None:
+    cache_dir = tmp_path / "cache"
+    load_index(root, cache_dir)
+    [path] = cache_dir.glob("*.index")
+    content = content_of(path)
+    if wrong is None:
+        del content[key]
+    else:
+        content[key] = WRONG[wrong]
+    with open(path, "wb") as file:
+        np.savez(file, **content)
+    index = load_index(root, cache_dir)
+    assert names(index) == sorted(NAMES)
+    assert index.class_names == ["cat", "dog"]
+    assert len(scans) == 2 or (key, index.class_names) == ("class_names", WRONG[5].tolist())
 
 
 def test_without_a_folder_for_it_an_index_is_not_saved(
@@ -212,6 +249,35 @@ def test_a_folder_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(
-        ConfigError, match=r"^/.*/pictures/cat/deep cannot be read: Permission denied$"
+        ConfigError, match=r"^/.*/pictures/cat/deep cannot be read \(Permission denied\): make it"
     ):
         load_index(root, tmp_path / "cache")
+
+
+def test_broken_links_are_counted_until_their_files_come(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):  # as git-annex without contents
+        (root / f"dog/{number}\x1b.png").symlink_to(f"../annex/{number}")
+    (root / "dog/circle.jpg").symlink_to("circle.jpg")
+    (root / "dog/notes").symlink_to("missing")
+    age(root / "dog")
+    for _ in range(2):  # from the scan, and from the saved index
+        caplog.clear()
+        assert names(load_index(root, tmp_path / "cache")) == sorted(NAMES)
+        [record] = caplog.records
+        message = f"{root} has 4 symbolic links that lead to no file, for example dog/0\\x1b.png: "
+        assert record.getMessage().startswith(message)
+    assert list((tmp_path / "cache").glob("*.index"))
+    (root / "annex").mkdir()
+    (root / "annex").rename(tmp_path / "annex")
+    age(root)
+    load_index(root, tmp_path / "cache")
+    for number in range(3):
+        (root / f"dog/{number}\x1b.png").unlink()
+        (root / f"dog/{number}\x1b.png").symlink_to(tmp_path / f"annex/{number}")
+    age(root / "dog")
+    load_index(root, tmp_path / "cache")
+    for number in range(3):  # changes no folder of the data set
+        (tmp_path / f"annex/{number}").write_text("image")
+    assert len(load_index(root, tmp_path / "cache")) == len(NAMES) + 3

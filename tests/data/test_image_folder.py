@@ -20,14 +20,14 @@ from test_decoding import gradient, png
 from test_loader import CPU, world_of
 from torch import Tensor
 
-from ddp_trainer.config.data import DigitsConfig, FileAugmentConfig, ImageFolderConfig
+from ddp_trainer.config.data import DigitsConfig, ImageFolderConfig
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.config.images import FileAugmentConfig
+from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import Datasets, ImageTensors, num_samples
 from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
-from ddp_trainer.data.normalize import Normalize
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 
@@ -214,11 +214,16 @@ def train_loader(
     assert isinstance(files, ImageFiles)
     reader = SampleReader(files, image_shape=(3, 16, 16), num_classes=2, num_workers=num_workers)
     sampler = GlobalBatchSampler(
-        files, global_batch_size=5, num_replicas=world_size, rank=rank, seed=3
+        len(files), global_batch_size=5, world_size=world_size, rank=rank, seed=3
     )
     augmentation = Augmentation(FileAugmentConfig(random_hflip=True), height=16, width=16, seed=3)
     return TrainLoader(
-        reader, sampler=sampler, augmentation=augmentation, normalize=NORMALIZE, device=CPU
+        reader,
+        sampler=sampler,
+        augmentation=augmentation,
+        normalize=NORMALIZE,
+        device=CPU,
+        num_classes=2,
     )
 
 
@@ -333,6 +338,9 @@ def test_bad_images_end_a_run_before_its_first_save_and_can_be_left_out(tmp_path
     assert sorted(line["path"] for line in listed) == bad
     assert all(line["reason"] for line in listed)
     assert "left out " in (tmp_path / "run/train.log").read_text()
+    (tmp_path / "1").mkdir()  # a damaged file
+    lines = [b'{"path": 1, "reason": 2}', b"\xff", b"[]", b"7", b"{}", b"[" * 9999]
+    (tmp_path / "1/bad_images.jsonl").write_bytes(b"\n".join(lines))
     for ranks in (1, 3):
         train_on(ranks, *words, f"name={ranks}", "data.on_bad_image=skip")
         assert (tmp_path / f"{ranks}/bad_images.jsonl").read_text() == (
@@ -383,3 +391,17 @@ def test_a_file_that_changes_in_training_ends_the_run(tmp_path: Path) -> None:
         RuntimeError, match=r"train/dog/2\.png cannot be read: .*its size changed from"
     ):
         list(reader.read([torch.arange(12)]))
+
+
+def test_full_memory_of_the_host_names_the_keys_that_need_less(
+    tmp_path: Path,
+) -> None:
+    words = (
+        "data=imagefolder",
+        f"data.root={write_folder(tmp_path / 'images')}",
+        "data.image_size=100000",
+    )
+    done = launch(*words, "model=lenet", "global_batch_size=2", f"output_dir={tmp_path}")
+    assert done.code == 1, done.output
+    assert "HostMemoryError: this host has no memory left: " in done.output
+    assert "gradient_accumulation_steps=2 for half as many images" in done.output

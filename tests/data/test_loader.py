@@ -5,12 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_trainer.config.data import AugmentConfig
-from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.config.images import AugmentConfig
+from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.dataset import ImageTensors
-from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
-from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.data.readers import ResidentReader
+from ddp_trainer.data.loaders import EvaluationLoader, ResidentReader, TrainLoader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.distributed.world import World
 
@@ -59,8 +57,12 @@ def resident(
     return TrainLoader(
         ResidentReader(images, device=CPU),
         sampler=GlobalBatchSampler(
-            images.labels, global_batch_size=batch, num_replicas=world_size, rank=rank
-        ),  # type: ignore[arg-type]
+            len(images),
+            global_batch_size=batch,
+            world_size=world_size,
+            rank=rank,
+            seed=0,
+        ),
         augmentation=Augmentation(
             AugmentConfig(random_crop_padding=1, random_hflip=True, random_erasing=0.5),
             height=5,
@@ -69,6 +71,7 @@ def resident(
         ),
         normalize=normalize(),
         device=CPU,
+        num_classes=10,
     )
 
 

@@ -19,15 +19,15 @@ from runs import (
 from test_loader import CPU, image_set
 from torch.nn.functional import cross_entropy
 
-from ddp_trainer.config.data import AugmentConfig
+from ddp_trainer.config.images import AugmentConfig
 from ddp_trainer.config.losses import CrossEntropyConfig
-from ddp_trainer.data.augmentation import Augmentation
-from ddp_trainer.data.loaders import Batch, TrainLoader
-from ddp_trainer.data.mixing import Mixing, build_mixing
-from ddp_trainer.data.normalize import Normalize
-from ddp_trainer.data.readers import NO_LABEL, ResidentReader
+from ddp_trainer.data.augmentation import Augmentation, Normalize
+from ddp_trainer.data.loaders import Batch, ResidentReader, TrainLoader
+from ddp_trainer.data.mixing import Mix, draw_mix, mix_pairs
+from ddp_trainer.data.readers import NO_LABEL
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.training.losses import build_cross_entropy, sum_of_losses
+from ddp_trainer.optim.losses import build_cross_entropy
+from ddp_trainer.training.losses import sum_of_losses
 
 HEIGHT = 5
 WIDTH = 7
@@ -49,17 +49,14 @@ def batches(
     images = image_set(23)
     # color transforms need one or three channels
     images.images = images.images[:, :1].repeat(1, 3, 1, 1)
-    sampler = GlobalBatchSampler(
-        images, global_batch_size=6, num_replicas=world_size, rank=rank, seed=3
-    )
+    sampler = GlobalBatchSampler(23, global_batch_size=6, world_size=world_size, rank=rank, seed=3)
     sampler.set_epoch(epoch, step)
-    size = {"height": HEIGHT, "width": WIDTH, "seed": 3}
     return list(
         TrainLoader(
             ResidentReader(images, device=CPU),
             sampler=sampler,
-            augmentation=Augmentation(config, **size),
-            mixing=build_mixing(config, num_classes=NUM_CLASSES, **size),
+            augmentation=Augmentation(config, height=HEIGHT, width=WIDTH, seed=3),
+            num_classes=NUM_CLASSES,
             normalize=NORMALIZE,
             device=CPU,
         )
@@ -102,11 +99,9 @@ def test_each_batch_and_epoch_is_drawn_anew(kind: str) -> None:
 
 
 def test_an_image_is_mixed_with_the_next_and_so_are_their_labels() -> None:
-    mixing = Mixing(
-        config=AugmentConfig(mixup=0.4), height=HEIGHT, width=WIDTH, num_classes=NUM_CLASSES, seed=3
-    )
+    augmentation = Augmentation(AugmentConfig(mixup=0.4), height=HEIGHT, width=WIDTH, seed=3)
     for step, (mixed, plain) in enumerate(zip(batches(KINDS["mixup"]), batches({}), strict=True)):
-        weight = mixing.draw(epoch=1, step=step).weight
+        weight = draw_mix(augmentation, epoch=1, step=step).weight
         for place in range(6):
             other = (place + 1) % 6
             expected = weight * plain.images[place] + (1 - weight) * plain.images[other]
@@ -118,15 +113,9 @@ def test_an_image_is_mixed_with_the_next_and_so_are_their_labels() -> None:
 
 
 def test_a_cut_part_is_that_of_the_next_image_and_its_area_the_share_of_its_label() -> None:
-    mixing = Mixing(
-        config=AugmentConfig(cutmix=1.0),
-        height=HEIGHT,
-        width=WIDTH,
-        num_classes=NUM_CLASSES,
-        seed=3,
-    )
+    augmentation = Augmentation(AugmentConfig(cutmix=1.0), height=HEIGHT, width=WIDTH, seed=3)
     for step, (mixed, plain) in enumerate(zip(batches(KINDS["cutmix"]), batches({}), strict=True)):
-        mix = mixing.draw(epoch=1, step=step)
+        mix = draw_mix(augmentation, epoch=1, step=step)
         assert mix.box is not None
         top, left, bottom, right = mix.box
         assert 0 <= top <= bottom <= HEIGHT
@@ -141,8 +130,8 @@ def test_a_cut_part_is_that_of_the_next_image_and_its_area_the_share_of_its_labe
 
 def test_shares_have_the_configured_distribution() -> None:
     config = AugmentConfig(mixup=0.4, cutmix=1.0)
-    mixing = Mixing(config=config, height=200, width=100, num_classes=2, seed=0)
-    mixes = [mixing.draw(epoch=0, step=step) for step in range(4000)]
+    augmentation = Augmentation(config, height=200, width=100, seed=0)
+    mixes = [draw_mix(augmentation, epoch=0, step=step) for step in range(4000)]
     added = torch.tensor([mix.weight for mix in mixes if mix.box is None])
     assert len(added) == pytest.approx(2000, abs=200)
     assert added.mean() == pytest.approx(0.5, abs=0.03)
@@ -150,11 +139,8 @@ def test_shares_have_the_configured_distribution() -> None:
 
 
 def test_a_pair_with_a_bad_image_counts_as_none() -> None:
-    mixing = Mixing(config=AugmentConfig(mixup=1.0), height=2, width=2, num_classes=3, seed=0)
     labels = torch.tensor([0, NO_LABEL, 2]), torch.tensor([1, 2, NO_LABEL])
-    _, shares = mixing.apply(
-        torch.zeros(6, 1, 2, 2), torch.cat(labels), mixing.draw(epoch=0, step=0)
-    )
+    _, shares = mix_pairs(torch.zeros(6, 1, 2, 2), torch.cat(labels), Mix(0.3, None), num_classes=3)
     assert shares.sum(1).tolist() == pytest.approx([1, 0, 0])
     logits = torch.randn(3, 3)
     for smoothing in (0.0, 0.3):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from ddp_trainer import Datasets, registry
-from ddp_trainer.config.data import DataConfig, FileAugmentConfig
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.images import DataConfig, FileAugmentConfig
 from ddp_trainer.data.build import build_datasets
 from ddp_trainer.data.dataset import BadImageError, ImageTensors, num_samples
 from ddp_trainer.data.loaders import Loaders, build_loaders

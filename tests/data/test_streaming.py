@@ -14,10 +14,11 @@ from test_loader import CPU, image_set, normalize, resident, world_of
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ddp_trainer.data.build import hold_out
+from ddp_trainer.config.images import DataConfig
 from ddp_trainer.data.dataset import Datasets, ImageTensors, read_sample
-from ddp_trainer.data.loaders import EvaluationLoader, TrainLoader
-from ddp_trainer.data.readers import BATCHES_AHEAD, ResidentReader, SampleReader
+from ddp_trainer.data.held_out import hold_out
+from ddp_trainer.data.loaders import EvaluationLoader, ResidentReader, TrainLoader
+from ddp_trainer.data.readers import BATCHES_AHEAD, SampleReader
 
 NUM_CLASSES = 10
 
@@ -74,6 +75,7 @@ def test_training_batches_are_those_from_memory(num_workers: int, world_size: in
             augmentation=in_memory.augmentation,
             normalize=normalize(),
             device=CPU,
+            num_classes=10,
         )
         for epoch, step in ((0, 0), (4, 1)):
             in_memory.sampler.set_epoch(epoch, step)
@@ -94,6 +96,7 @@ def test_an_epoch_that_is_resumed_reads_no_sample_from_before_its_cursor(rank: i
         augmentation=in_memory.augmentation,
         normalize=normalize(),
         device=CPU,
+        num_classes=10,
     )
     streamed.sampler.set_epoch(1, 20)
     batches = [batch.ids.tolist() for batch in streamed]
@@ -158,7 +161,7 @@ PIXELS = torch.zeros(2, 5, 7, dtype=torch.uint8)
             OSError("image file is truncated"),
             "sample 11 of Changed cannot be read: OSError: image file is truncated",
         ),
-        (PIXELS, "sample 11 of Changed cannot be read: ValueError: "),
+        (PIXELS, "sample 11 of Changed cannot be read: TypeError: "),
         ((PIXELS, None), "sample 11 of Changed cannot be read: TypeError: "),
         (
             (PIXELS.float(), 3),
@@ -190,7 +193,10 @@ def test_a_lack_of_memory_is_not_the_fault_of_a_sample() -> None:
 
 def test_a_held_out_sample_is_named_as_in_the_whole_data_set() -> None:
     samples = Changed(OSError("truncated"))
-    held_out = hold_out(Datasets(train=samples, eval=samples, class_names=["a"] * NUM_CLASSES), 0.5)
+    held_out = hold_out(
+        Datasets(train=samples, eval=samples, class_names=["a"] * NUM_CLASSES),
+        DataConfig(name="changed", validation_fraction=0.5),
+    )
     for split in (held_out.train, held_out.eval):
         if 11 in split.indices:  # type: ignore[union-attr]
             with pytest.raises(RuntimeError, match=r"^sample 11 of Changed cannot be read"):

@@ -104,10 +104,3 @@ def test_color_jitter_changes_three_properties_in_random_order_by_factors_in_a_r
     assert 0.6 <= min(factors) < 0.601
     assert 1.399 < max(factors) <= 1.4
     assert len(ADJUSTMENTS) == 3
-
-
-def test_an_amount_or_a_number_of_zero_changes_nothing() -> None:
-    images = images_of(8, 8, 3)
-    random = np.random.default_rng(0)
-    assert rand_augment(images, 0, random) is images
-    assert color_jitter(images, 0.0, random) is images

@@ -23,7 +23,7 @@ from ddp_trainer.data.readers import SampleReader
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import process_group
-from ddp_trainer.distributed.waiting import record_progress
+from ddp_trainer.distributed.world import record_progress
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.failures.report import command_to_continue
 from ddp_trainer.training.phase import Phase

@@ -3,6 +3,7 @@ says.
 """
 
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,11 +12,17 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from processes import on_ranks
+from processes import launch, on_ranks
+from runs import TINY
 
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import USER_ERROR, ConfigError, require
 from ddp_trainer.config.schema import Backend, Device
-from ddp_trainer.distributed.environment import interface_towards, read_environment, set_interface
+from ddp_trainer.distributed.environment import (
+    check_interface,
+    interface_towards,
+    read_environment,
+    set_interface,
+)
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.process_group import join_round, prepare, process_group
 from ddp_trainer.distributed.world import World
@@ -144,9 +151,29 @@ def test_the_interface_that_routes_to_rank_0_is_used_unless_one_is_set() -> None
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no-such-host.invalid") is None
     environment = read_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
-    for chosen in ({}, {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}):
+    for chosen in ({}, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}):
         set_interface(environment, variables := dict(chosen))
         assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"} | chosen
+
+
+def test_an_interface_that_a_node_lacks_is_one_error() -> None:
+    environment = read_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
+    with pytest.raises(ConfigError, match=r"eth77 names no network interface .* choose from .*lo"):
+        set_interface(environment, {"GLOO_SOCKET_IFNAME": "lo,eth77"})
+
+
+def test_an_interface_without_an_address_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = [*socket.if_nameindex(), (10**6, "eth77")]
+    monkeypatch.setattr(socket, "if_nameindex", lambda: interfaces)
+    with pytest.raises(ConfigError, match=r"eth77 names no network interface .* choose from .*lo"):
+        check_interface({"GLOO_SOCKET_IFNAME": "eth77"})
+
+
+def test_one_process_names_a_wrong_interface(tmp_path: Path) -> None:
+    done = launch(*TINY, f"output_dir={tmp_path}", GLOO_SOCKET_IFNAME="eth77")
+    assert done.code == USER_ERROR, done.output
+    [line] = done.output.splitlines()
+    assert line.startswith("error: GLOO_SOCKET_IFNAME=eth77 names no network interface")
 
 
 def test_a_restart_by_torchrun_or_slurm_is_known() -> None:

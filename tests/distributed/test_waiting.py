@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-import torch.distributed as dist
 from processes import on_ranks
 from torch import nn
 
@@ -15,9 +14,7 @@ from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.config.sync import DDPConfig
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import process_group
-from ddp_trainer.distributed.waiting import is_waiting, waiting
-from ddp_trainer.distributed.world import World
-from ddp_trainer.sync.base import exchange
+from ddp_trainer.distributed.world import World, is_waiting, waiting
 from ddp_trainer.sync.ddp import DDPSync
 
 
@@ -38,12 +35,9 @@ def gather(world: World) -> Callable[[], object]:
 
 def send(world: World) -> Callable[[], object]:
     received = torch.empty(3)
-    operations = [
-        dist.P2POp(dist.isend, torch.ones(3), 1 - world.rank),
-        dist.P2POp(dist.irecv, received, 1 - world.rank),
-    ]
     late(world)
-    return lambda: exchange(operations)
+    other = 1 - world.rank
+    return lambda: world.exchange(send=[(torch.ones(3), other)], receive=[(received, other)])
 
 
 def backward(world: World) -> Callable[[], object]:

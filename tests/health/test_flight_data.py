@@ -3,14 +3,16 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from processes import run_command, torchrun
+from processes import launch
 from runs import TINY
 
-from ddp_trainer.observers.memory import Memory
-from ddp_trainer.observers.ranks import write_flight_data
+from ddp_trainer.observers.ranks import Ranks, growing_rank
+from ddp_trainer.observers.step_times import StepTimer
 
 LEAKING = str(Path(__file__).with_name("leaking.py"))
 
@@ -22,7 +24,7 @@ def rows(path: Path) -> list[dict[str, float]]:
 @pytest.mark.fault("a job that fails loses what its ranks have measured")
 def test_a_job_that_fails_leaves_the_flight_data_of_its_ranks(tmp_path: Path) -> None:
     words = [*TINY, "epochs=100", f"output_dir={tmp_path}", "name=run", "log_every_steps=2"]
-    done = run_command([*torchrun(2), LEAKING, *words], FAILING="1:21")
+    done = launch(*words, ranks=2, script=LEAKING, FAILING="1:21")
     assert done.code == 1, done.output
     for rank in (0, 1):
         found = rows(tmp_path / f"run/flight/rank-{rank:05}.jsonl")
@@ -32,11 +34,11 @@ def test_a_job_that_fails_leaves_the_flight_data_of_its_ranks(tmp_path: Path) ->
 
 
 def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -> None:
-    words = [*TINY, "epochs=9", f"output_dir={tmp_path}", "name=run"]
-    done = run_command([*torchrun(2), LEAKING, *words], LEAKING="1:20")
+    words = [*TINY, "epochs=14", f"output_dir={tmp_path}", "name=run"]
+    done = launch(*words, ranks=2, script=LEAKING, LEAKING="1:20")
     assert done.code == 0, done.output
     [line] = re.findall(
-        r"^the memory of rank 1 on \S+ has grown in each of the last 5 epochs, from .*$",
+        r"^the memory of rank 1 on \S+ has grown in each of the last 10 epochs, from .*$",
         done.output,
         re.M,
     )
@@ -49,23 +51,31 @@ def test_memory_that_grows_in_every_epoch_is_warned_about_once(tmp_path: Path) -
 
 def test_a_disk_that_is_full_loses_the_flight_data_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "flight").write_text("not a folder")
-    write_flight_data(tmp_path, [{"step": 1}], rank=0)
+    observer = Ranks(StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1)))
+    observer.rows.append({"step": 1})
+    run: Any = SimpleNamespace(run_dir=tmp_path, world=SimpleNamespace(rank=0))
+    observer.on_failure(run)
 
 
-def grown(levels: list[list[float]]) -> list[int | None]:
-    memory = Memory()
-    found = [
-        memory.find_growth(torch.tensor(level, dtype=torch.float64), epoch)
-        for epoch, level in enumerate(levels)
-    ]
-    return [one and one[0] for one in found]
+def test_an_evaluation_before_the_first_log_point_is_not_compared() -> None:
+    """After the loss of a rank, an evaluation may be the first thing that this process does."""
+    observer = Ranks(StepTimer(torch.device("cpu"), torch.nn.Linear(1, 1)))
+    run: Any = SimpleNamespace(world=SimpleNamespace(is_main=True))
+    observer.on_evaluation(run)
+    for _ in range(11):
+        observer.memory_mb = torch.tensor([500.0, 500.0])
+        observer.on_evaluation(run)
+
+
+def growing(levels: list[list[float]]) -> int | None:
+    return growing_rank(torch.tensor(levels, dtype=torch.float64))
 
 
 def test_growth_is_that_of_every_epoch_and_large_enough() -> None:
-    assert grown([[500.0, 500.0 + 20 * epoch] for epoch in range(8)]) == [None] * 6 + [1, None]
-    assert not any(grown([[500.0, 500.0 + 10 * epoch] for epoch in range(8)]))  # less than 64 MB
+    assert growing([[500.0, 500.0 + 20 * epoch] for epoch in range(6)]) == 1
+    assert growing([[500.0, 500.0 + 10 * epoch] for epoch in range(6)]) is None  # less than 64 MB
     # less than a tenth
-    assert not any(grown([[5000.0, 5000.0 + 20 * epoch] for epoch in range(8)]))
+    assert growing([[5000.0, 5000.0 + 20 * epoch] for epoch in range(6)]) is None
     # not in every epoch
-    assert not any(grown([[500.0, 500.0 + 60 * (epoch // 2)] for epoch in range(12)]))
-    assert grown([[500.0 * 2**epoch, 400.0] for epoch in range(14)]).count(0) == 2
+    assert growing([[500.0, 500.0 + 60 * (epoch // 2)] for epoch in range(6)]) is None
+    assert growing([[500.0 * 2**epoch, 400.0] for epoch in range(6)]) == 0

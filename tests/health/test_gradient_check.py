@@ -11,7 +11,6 @@ import torch
 from processes import on_ranks
 from runs import cross_entropies, in_process_group, step_settings
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.models import LeNetConfig
 from ddp_trainer.config.schema import Precision
@@ -26,7 +25,7 @@ from ddp_trainer.config.sync import (
 )
 from ddp_trainer.distributed.world import World
 from ddp_trainer.models.lenet import LeNet
-from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck, transfer
+from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck, pass_on
 from ddp_trainer.start import autocast_dtype
 from ddp_trainer.sync import build_sync
 from ddp_trainer.training.step import TrainStep
@@ -54,7 +53,7 @@ def build(
         model,
         sync,
         optimizer,
-        LambdaLR(optimizer, lambda step: 1.0),
+        lambda step: 1.0,
         loss=cross_entropies,
         settings=settings,
         world=world,
@@ -165,12 +164,27 @@ def test_two_ranks_find_it_and_name_the_one_that_is_not_repeatable(what: str) ->
     assert set(named) == {None} if what == "parameter" else -1 not in named
 
 
-def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) -> int | None:
-    """Return how many steps were taken, all of them checked."""
+def checked_steps(step: TrainStep) -> list[int]:
+    """Return a list to which the number of each step that is checked will be appended."""
+    steps: list[int] = []
+    check = check_of(step)
+    recompute = check.recompute
+
+    def counted(images: Tensor, labels: Tensor, *, shift: int) -> Tensor:
+        steps.append(step.count + 1)
+        return recompute(images, labels, shift=shift)
+
+    check.recompute = counted  # type: ignore[method-assign]
+    return steps
+
+
+def quiet_steps(count: int, sync: SyncConfig, precision: Precision, parts: int) -> list[int]:
+    """Return the steps that were checked."""
     with in_process_group() as world:
         step = build(world, sync, precision=precision, parts=parts)
+        steps = checked_steps(step)
         train(step, count)
-        return check_of(step).checked
+        return steps
 
 
 STRATEGIES: list[tuple[Any, ...]] = [
@@ -189,7 +203,8 @@ STRATEGIES: list[tuple[Any, ...]] = [
 def test_quiet_steps_raise_no_alarm_with_any_strategy(
     ranks: int, sync: SyncConfig, precision: Precision, parts: int
 ) -> None:
-    assert on_ranks(ranks, quiet_steps, 30, sync, precision, parts, deadline=120) == [30] * ranks
+    steps = on_ranks(ranks, quiet_steps, 30, sync, precision, parts, deadline=120)
+    assert steps == [list(range(1, 31))] * ranks
 
 
 def on_unequal_machines(precision: Precision, what: str) -> tuple[bool, int, int | None]:
@@ -225,7 +240,7 @@ def test_machines_that_round_differently_are_compared_within_a_bound(
     assert on_ranks(3, on_unequal_machines, precision, what, deadline=120) == [(True, 30, 2)] * 3
 
 
-def overflowing_steps() -> tuple[bool, int | None]:
+def overflowing_steps() -> tuple[bool, int]:
     """Return whether gradients of fp16 overflowed, and how many steps were checked, on machines
     that round apart.
     """
@@ -233,9 +248,10 @@ def overflowing_steps() -> tuple[bool, int | None]:
         torch.set_num_threads(1 + world.rank)
         step = build(world, precision=Precision.fp16)
         step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+        steps = checked_steps(step)
         train(step, 12)
         assert check_of(step).tolerance is not None
-        return step.scaler.get_scale() < 2**30, check_of(step).checked
+        return step.scaler.get_scale() < 2**30, len(steps)
 
 
 def test_gradients_that_overflow_on_all_ranks_are_no_corruption() -> None:
@@ -243,7 +259,8 @@ def test_gradients_that_overflow_on_all_ranks_are_no_corruption() -> None:
 
 
 def test_steps_apart_are_not_compared() -> None:
-    assert on_ranks(2, quiet_steps, 10, LocalSGDConfig(every_steps=4), Precision.fp32, 1) == [9, 9]
+    steps = on_ranks(2, quiet_steps, 10, LocalSGDConfig(every_steps=4), Precision.fp32, 1)
+    assert steps == [[1, 5, 9]] * 2
 
 
 def check_after_resume() -> tuple[list[bool], list[bool]]:
@@ -259,16 +276,15 @@ def check_after_resume() -> tuple[list[bool], list[bool]]:
             due.append(check_of(step).is_due())
         batch = torch.zeros(2, 1, 4, 5)  # of one channel: contiguous in both layouts
         batches = [batch, batch.to(memory_format=torch.channels_last)]
-        received = [
-            transfer(batch, 2, source=world.rank, target=world.rank)[1] for batch in batches
-        ]
+        other = 1 - world.rank
+        received = [pass_on(batch, 2, world, source=other, target=other) for batch in batches]
         return due, [
             one.stride() == other.stride() for one, other in zip(batches, received, strict=True)
         ]
 
 
 def test_a_resumed_run_is_checked_at_the_same_steps_in_the_same_layout() -> None:
-    assert on_ranks(1, check_after_resume) == [([False, False, True], [True, True])]
+    assert on_ranks(2, check_after_resume) == [([False, False, True], [True, True])] * 2
 
 
 def with_check(enabled: bool) -> list[float]:

@@ -2,18 +2,22 @@
 ends.
 """
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import clean_environment, launch, run_command, torchrun, wait_for
+from processes import clean_environment, launch, run_command, start_launch, torchrun, wait_for
 from runs import TINY
 
-from ddp_trainer.observers.failures.stacks import parse, read_processes
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.observers.failures.stacks import StackFile, parse, read_processes, stacks_of
 from ddp_trainer.observers.failures.status import RankStatus, absent_ranks, grouped_lines
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
@@ -53,7 +57,7 @@ def words(folder: Path, seconds: int) -> list[str]:
 def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
     """Train on two ranks until one is stuck, and check the report and that nothing is left."""
     stuck = f"{rank}:{where}:{COUNTS.get(where, 2)}"
-    done = run_command([*torchrun(2), HANGING, *words(folder, seconds)], STUCK=stuck, deadline=240)
+    done = launch(*words(folder, seconds), ranks=2, script=HANGING, STUCK=stuck, deadline=240)
     assert done.code == 1, done.output
     first = (
         rf"rank {rank} on \S+ has made no progress for \d+ s, in ({PHASES[where]}) after step \d+\n"
@@ -107,36 +111,23 @@ def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) ->
 
 
 def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path: Path) -> None:
-    command = [
-        *torchrun(2),
-        "-m",
-        "ddp_trainer",
-        *TINY,
-        "epochs=100000",
-        f"output_dir={tmp_path}",
-        "name=run",
-    ]
-    with subprocess.Popen(
-        command,
-        env=clean_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as job:
+    endless = [*TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
+    job = start_launch(["-m", "ddp_trainer", *endless], ranks=2)
+    try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
-        try:
-            for _ in range(2):
-                shown = launch("doctor", str(tmp_path / "run"))
-                assert shown.code == 0, shown.output
-                assert re.search(
-                    r"^rank 0 on \S+, in .* after step \d+:\n  /", shown.output, re.MULTILINE
-                )
-                assert re.search(r"^rank 1 on ", shown.output, re.MULTILINE)
-                assert "train_epoch" in shown.output or "fit" in shown.output
-            assert job.poll() is None
-        finally:
-            os.kill(job.pid, signal.SIGTERM)
-            job.wait(timeout=60)
+        for _ in range(2):
+            shown = launch("doctor", str(tmp_path / "run"))
+            assert shown.code == 0, shown.output
+            assert re.search(
+                r"^rank 0 on \S+, in .* after step \d+:\n  /", shown.output, re.MULTILINE
+            )
+            assert re.search(r"^rank 1 on ", shown.output, re.MULTILINE)
+            assert "train_epoch" in shown.output or "fit" in shown.output
+        assert job.is_alive()
+    finally:
+        job.terminate()
+        job.join(60)
+    assert job.exitcode is not None
     ended = launch("doctor", str(tmp_path / "run"))
     error = f"error: no job of this user is running in {tmp_path / 'run'} on this host\n"
     assert (ended.code, ended.output) == (2, error)
@@ -210,6 +201,43 @@ faulthandler.register(signal.SIGQUIT, file=2)
 StackFile().close()
 os.kill(os.getpid(), signal.SIGQUIT)
 """
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {},
+        {"stack_file": "../../../{link}"},
+        {"stack_file": "0/../../../..{link}"},
+        {"stack_file": 0},
+        {"stack_file": 10**6},
+        {"stack_file": None},
+        {"pid": "{pid}/../{pid}", "stack_file": "../../..{link}"},
+        {"pid": True},
+        {"pid": -1},
+        {"rank": "0"},
+        {"host": None},
+    ],
+)
+def test_the_process_list_of_somebody_else_does_not_name_whom_to_signal(
+    forged: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("name: run\n")
+    link = tmp_path / "link"
+    link.symlink_to(StackFile.NAME)
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        values = {"rank": 0, "host": socket.gethostname(), "pid": victim.pid, "stack_file": 3}
+        for key, value in forged.items():
+            is_text = isinstance(value, str)
+            values[key] = value.format(pid=victim.pid, link=link) if is_text else value
+        (tmp_path / "run/processes.json").write_text(json.dumps([values]))
+        try:
+            with pytest.raises(ConfigError, match=r"no job of this user|no rank of"):
+                stacks_of(tmp_path / "run")
+            assert victim.poll() is None
+        finally:
+            victim.kill()
 
 
 def test_sigquit_does_not_end_a_process_that_has_closed_its_stack_file() -> None:

@@ -1,6 +1,7 @@
 """Job files: composed once, the same training wherever they are run."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,7 @@ BASE = ("freeze", "{folder}/new.json", "base={folder}/base")
             "a job file holds one job, not 2: ",
         ),
         (("freeze", "seed=1"), "FILE is missing: freeze FILE [key=value …]"),
+        ((*BASE, "job=0"), "job=0 chooses a job of a sweep, and base= has one job: leave one out"),
         ((*BASE, "epoch=3"), "epoch=3 is unknown"),
         ((*BASE, "epochs=x"), "epochs=x must be a whole number"),
         ((*BASE, "epochs=0"), "epochs=0 must be greater than 0"),
@@ -105,12 +107,17 @@ def test_what_cannot_be_frozen_or_changed_is_one_error(
 def test_a_disk_that_is_full_may_have_space_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / ".new.json.writing").symlink_to("/dev/full")
-    with pytest.raises(SystemExit, match=r"^1$"):
-        freeze.main([f"{tmp_path}/new.json"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(SystemExit, match=r"^1$"):
+            freeze.main([f"{tmp_path}/new.json"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert capsys.readouterr().err.endswith(
-        "/new.json cannot be written: No space left on device\n"
+        "/new.json cannot be written: File too large: name another job file\n"
     )
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_job_file_that_cannot_be_read_now_may_be_readable_later() -> None:

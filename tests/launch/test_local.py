@@ -1,10 +1,46 @@
-"""``launch()`` without a script, as in a notebook."""
+"""``launch()`` in a script and as in a notebook: errors, interrupts, and the end of its ranks."""
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
-from processes import run_command
+import pytest
+from processes import (
+    end_with_descendants,
+    launch,
+    processes_with,
+    run_command,
+    start_command,
+    wait_for,
+    with_path,
+)
+from runs import newest_step, read_summary
 
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.schema import Config
+from ddp_trainer.launchers.job_file import summary_since
+from ddp_trainer.launchers.local import launch as launch_from_python
+from ddp_trainer.training.summary import Status, Summary
+
+TESTS = Path(__file__).parents[1]
+A_SUMMARY = Summary(
+    status=Status.stopped,
+    eval_split="test",
+    eval_top1=0.0,
+    eval_loss=None,
+    eval_count=0,
+    best_top1=0.0,
+    epochs=0,
+    steps=3,
+    seconds=1.0,
+    world_size=2,
+    device="cpu",
+    backend="gloo",
+    sync="ddp",
+)
 IN_A_NOTEBOOK = """
 from own_loss import FocalConfig
 from ddp_trainer import Config, launch
@@ -21,3 +57,107 @@ def test_the_ranks_know_a_loss_from_a_module_that_a_notebook_imports(tmp_path: P
     done = run_command(command, cwd=tmp_path, deadline=200)
     assert done.code == 0, done.output
     assert "steps 2" in done.output
+
+
+JOB = """
+import sys
+
+from broken_parts import DivideConfig
+from ddp_trainer import Config, ConfigError, LaunchError, launch
+from ddp_trainer.config.data import SyntheticConfig
+from ddp_trainer.config.models import LeNetConfig
+
+KINDS = {
+    "large": {"global_batch_size": 97},
+    "divide": {"observer": {"divide": DivideConfig(rank=1)}},
+    "long": {"epochs": 100_000},
+    "resumed": {"epochs": 100_000, "max_steps": int(sys.argv[-1])},
+}
+
+if __name__ == "__main__":
+    data = SyntheticConfig(num_train=96, num_eval=31, height=12, width=12)
+    plain = {"model": LeNetConfig(), "data": data, "global_batch_size": 12, "name": "run"}
+    try:
+        summary = launch(Config(**plain | KINDS[sys.argv[1]]), num_ranks=2)
+        print("summary", summary.status, summary.steps)
+    except (ConfigError, LaunchError) as error:
+        print("raised", type(error).__name__, error)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    """Write a script that calls `launch` on 2 ranks, and return its path."""
+    (tmp_path / "job.py").write_text(JOB)
+    return str(tmp_path / "job.py")
+
+
+def test_an_error_in_a_rank_is_raised_by_launch(job: str, tmp_path: Path) -> None:
+    wrong = launch("large", "0", script=job, cwd=tmp_path)
+    assert wrong.output == (
+        "raised ConfigError global_batch_size=97 must be at most the number of training samples,"
+        " 96\n"
+    )
+    failed = launch("divide", "0", script=job, cwd=tmp_path)
+    assert "raised LaunchError rank 1 on " in failed.output
+    cause = "observer=divide failed in on_step (ZeroDivisionError: division by zero)"
+    assert cause in failed.output
+
+
+def test_an_interrupted_launch_is_saved_and_goes_on(job: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "outputs" / "run"
+    process = start_command(
+        [sys.executable, job, "long", "0"], cwd=tmp_path, PYTHONPATH=with_path(TESTS)
+    )
+    try:
+        wait_for(lambda: newest_step(run_dir))
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        end_with_descendants(process)
+    step = newest_step(run_dir)
+    assert process.returncode == 0, output
+    assert output.endswith(f"summary stopped {step}\n")
+    assert read_summary(run_dir)["status"] == "stopped"
+
+    resumed = launch("resumed", str(step + 20), script=job, cwd=tmp_path)
+    assert resumed.output.endswith(f"summary max_steps {step + 20}\n"), resumed.output
+    assert f"step-{step:08d}.pt (epoch " in resumed.output
+
+
+def test_a_launch_that_was_stopped_at_once_has_no_summary_of_an_earlier_one(tmp_path: Path) -> None:
+    began = time.time()
+    with pytest.raises(OSError, match=r"summary\.json"):
+        summary_since(began, tmp_path)
+    path = tmp_path / "summary.json"
+    path.write_text(A_SUMMARY.to_json())
+    assert summary_since(began - 60, tmp_path) == A_SUMMARY
+    os.utime(path, (began - 60, began - 60))
+    with pytest.raises(ValueError, match="of an earlier launch"):
+        summary_since(began, tmp_path)
+
+
+def test_no_rank_outlives_a_launching_process_that_was_killed(job: str, tmp_path: Path) -> None:
+    mark = f"THIS_TEST={tmp_path}"
+    process = start_command(
+        [sys.executable, job, "long", "0"],
+        cwd=tmp_path,
+        PYTHONPATH=with_path(TESTS),
+        THIS_TEST=str(tmp_path),
+    )
+    try:
+        wait_for(lambda: newest_step(tmp_path / "outputs" / "run"))
+        assert len(processes_with(mark)) >= 3
+        process.kill()
+        process.wait(timeout=30)
+        wait_for(lambda: not processes_with(mark), seconds=30)
+    finally:
+        for pid in processes_with(mark):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("num_ranks", [0, -3, 1.5, "2"])
+def test_a_wrong_number_of_ranks_is_one_error(num_ranks: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^num_ranks=.* must be a whole number, at least 1$"):
+        launch_from_python(Config(), num_ranks)

@@ -7,20 +7,21 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import Finished, start_command
+from processes import Finished, start_command, start_launch, wait_for
 from torch.distributed import TCPStore
 
 from ddp_trainer.commands import freeze, node_check
-from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.launchers.network import MAX_BYTES
+from ddp_trainer.launchers.network import JOB_KEY, MAX_BYTES
 from ddp_trainer.launchers.node_check.messages import Message, receive
 from ddp_trainer.launchers.node_check.node import RDZV_ID, SECRET, NodeInfo
 from ddp_trainer.launchers.node_check.server import find_slow
@@ -52,34 +53,46 @@ def port() -> int:
         return probe.getsockname()[1]
 
 
+def node_words(
+    port: int, rank: int, *options: str, nnodes: str = "2", timeout: float = 20
+) -> list[str]:
+    """Return the words of the command on one node."""
+    keys = {"port": port, "nnodes": nnodes, "node_rank": rank, "timeout": timeout}
+    words = [f"{key}={value}" for key, value in keys.items()]
+    return ["node-check", "head=127.0.0.1", *words, *options]
+
+
 class Node:
-    """The command on one node."""
+    """The command on one node, or a script that runs it."""
 
     def __init__(
         self,
         port: int,
         rank: int,
         *options: str,
-        nnodes: str = "2",
-        timeout: float = 20,
         secret: str = "",
-        program: tuple[str, str] = ("-m", "ddp_trainer"),
+        script: Path | None = None,
+        **keys: Any,
     ) -> None:
-        words = [
-            "head=127.0.0.1",
-            f"port={port}",
-            f"nnodes={nnodes}",
-            f"node_rank={rank}",
-            f"timeout={timeout}",
-        ]
-        command = [sys.executable, *program, "node-check", *words, *options]
-        self.process = start_command(command, DDP_TRAINER_JOB_SECRET=secret)
+        program = [str(script)] if script else ["-m", "ddp_trainer"]
+        number, name = tempfile.mkstemp()
+        os.close(number)
+        self.output = Path(name)
+        self.process = start_launch(
+            [*program, *node_words(port, rank, *options, **keys)],
+            ranks=None,
+            output=name,
+            DDP_TRAINER_JOB_SECRET=secret,
+        )
 
     def end(self) -> Finished:
         """Wait until the node has ended."""
-        output, _ = self.process.communicate(timeout=SECONDS)
-        print(self.process.returncode, output)
-        return Finished(self.process.returncode, output)
+        self.process.join(SECONDS)
+        ended = Finished(self.process.exitcode, self.output.read_text())
+        self.output.unlink()
+        print(*ended)
+        assert ended.code is not None
+        return ended
 
 
 def end_all(*nodes: Node) -> list[Finished]:
@@ -110,7 +123,14 @@ def test_nodes_start_together_without_torch_and_the_port_is_free_again(
     port: int, without_torch: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", without_torch["PYTHONPATH"])
-    ended = end_all(*(Node(port, rank, nnodes="3") for rank in range(3)))
+    processes = [
+        start_command([sys.executable, "-m", "ddp_trainer", *node_words(port, rank, nnodes="3")])
+        for rank in range(3)
+    ]
+    ended = []
+    for process in processes:
+        output, _ = process.communicate(timeout=SECONDS)
+        ended.append(Finished(process.returncode, output))
     for rank, node in enumerate(ended):
         assert node == Finished(
             0, f"node {rank} of 3: 127.0.0.1 on lo, head 127.0.0.1:{port}\n127.0.0.1\n"
@@ -183,14 +203,15 @@ def test_a_slow_node_is_named_on_all_nodes_and_excluded(
     slow: int, port: int, tmp_path: Path
 ) -> None:
     [job] = write_jobs(tmp_path, "check.fitness=true")
-    nodes = [Node(port, rank, job, timeout=60, program=("-c", QUICK)) for rank in (0, 1)]
+    script = tmp_path / "quick.py"
+    script.write_text(QUICK)
+    nodes = [Node(port, rank, job, timeout=60, script=script) for rank in (0, 1)]
     process = nodes[slow].process
-    assert process.stdout is not None
-    # it has imported torch, and begins to measure
-    assert process.stdout.readline().startswith("node ")
-    while process.poll() is None:
+    wait_for(lambda: nodes[slow].output.read_text().startswith("node "))  # it begins to measure
+    while process.is_alive():
         for stop, seconds in ((signal.SIGSTOP, 0.25), (signal.SIGCONT, 0.05)):
-            process.send_signal(stop)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, stop)
             time.sleep(seconds)
     ended = end_all(*nodes)
     assert [node.code for node in ended] == [1, 1]
@@ -218,7 +239,7 @@ def test_slow_nodes_are_those_far_below_the_median_of_the_others() -> None:
 
 def test_the_store_of_a_running_elastic_job_is_joined_only_by_its_nodes() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("torch.rendezvous.mine", "state")
+    store.set(f"{JOB_KEY}/mine", "")
     nodes = ("mine", "1:2", 0), ("mine", "1:2", 1), ("yours", "1:2", 1), ("mine", "2", 1)
     ended = end_all(
         *(Node(store.port, rank, f"rdzv_id={job}", nnodes=n, timeout=3) for job, n, rank in nodes)
@@ -263,17 +284,16 @@ def test_without_a_secret_only_the_node_itself_learns_which_keys_differ(
 
 def test_a_setting_that_only_the_head_has_is_named() -> None:
     head = replace(NODE, config=NODE.config | {"logger.wandb.name": "wandb"})
-    with pytest.raises(
-        ConfigError, match=r"other settings than on the head \(logger.wandb.name\): use the same"
-    ):
-        NODE.check_settings(head.settings("salt"))
+    assert str(NODE.find_difference(head.settings())).startswith(
+        "other settings than on the head (logger.wandb.name): use the same"
+    )
 
 
 def test_another_number_of_nodes_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match="nnodes is 2 here and 3 on the head: use the same on all nodes"
-    ):
-        NODE.check_settings(replace(NODE, versions={"nnodes": "3"}).settings("salt"))
+    head = replace(NODE, versions={"nnodes": "3"})
+    assert str(NODE.find_difference(head.settings())) == (
+        "nnodes is 2 here and 3 on the head: use the same on all nodes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -501,3 +521,10 @@ def test_strangers_do_not_keep_the_nodes_from_starting(port: int) -> None:
         thing.join() if isinstance(thing, threading.Thread) else thing.close()
     assert [node.code for node in ended] == [0, 0]
     assert all(node.output.count("\n") == 2 and is_plain(node.output) for node in ended)
+
+
+def test_speeds_that_only_some_nodes_have_are_not_compared() -> None:
+    assert find_slow({0: {"cores": 1.0, "GPU": 9.0}, 1: {"cores": 1.0}}) == {}
+    assert find_slow({0: {"cores": 0.0}, 1: {"cores": 0.0}}).keys() == {0, 1}
+    assert find_slow({0: {}, 1: {"cores": 1.0}}) == {}
+    assert find_slow({0: {"cores": 1.0}}) == {}

@@ -19,7 +19,7 @@ from processes import on_ranks
 from runs import compose, records
 
 from ddp_trainer import run
-from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.differences import flatten_keys
 from ddp_trainer.observers.console import PACKAGE, logging_to
 
 WORDS = (
@@ -152,7 +152,7 @@ def test_wandb_continues_one_run_with_its_config_and_results(run_dir: Path) -> N
     assert {"hparam/top1", "hparam/loss"} <= {key for update in summary for key in update}
     assert sorted(
         path.name.split("_")[0] for path in run_dir.glob("wandb/*/files/media/images/train/*")
-    ) == ["class", "first"]
+    ) == ["first"]
     files = {
         path.name
         for folder in run_dir.glob("wandb/offline-run-*/files")

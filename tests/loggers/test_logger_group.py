@@ -107,9 +107,29 @@ def test_records_for_a_client_that_hangs_are_limited(
             group.call("scalars", {"a": 1.0}, step)
     assert time.monotonic() - began < 5
     assert [record.message for record in caplog.records] == [
-        "logger=slow failed (10 records wait to be sent, new ones are dropped); training continues"
+        "logger=slow failed (10 records wait to be sent, new ones are dropped); training continues",
+        "logger=slow did not finish within 0 s; its last records may be missing",
     ]
     answer.set()
+
+
+def test_a_slow_client_is_closed_also_if_records_were_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "MAX_PENDING_CALLS", 10)
+    calls: list[str] = []
+
+    def act(name: str, *args: Any) -> None:
+        time.sleep(0.05)
+        calls.append(name)
+
+    with Loggers({"slow": logger_that(act, in_background=True)}) as group:
+        group.start(0)
+        for step in range(1, 100):
+            group.call("scalars", {"a": 1.0}, step)
+    assert calls[0] == "start"
+    assert calls[-1] == "close"
+    assert 8 < len(calls) < 20
 
 
 def test_without_a_start_nothing_is_called() -> None:
@@ -210,5 +230,5 @@ def test_a_folder_in_place_of_a_package_is_one_error(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match=f"^logger=wandb {re.escape(message)}: pip install "):
-        base.import_client("wandb", LoggerConfig(name="wandb"))
+        base.import_client("wandb")
     sys.modules.pop("wandb", None)

@@ -280,15 +280,25 @@ def save_as(kind: str, checkpoint: Path, folder: Path) -> Path:
             torch.save(state, path)
         case "of DDP":
             torch.save({f"module.{name}": tensor for name, tensor in state.items()}, path)
-        case "of Lightning":
+        case "of Lightning" | "of Lightning and torch.compile":
+            prefix = "model." if kind == "of Lightning" else "model._orig_mod."
             torch.save(
-                {"epoch": 3, "state_dict": {f"model.{name}": t for name, t in state.items()}}, path
+                {"epoch": 3, "state_dict": {f"{prefix}{name}": t for name, t in state.items()}},
+                path,
             )
     return path
 
 
 @pytest.mark.parametrize(
-    "kind", ["checkpoint", "safetensors", "state_dict", "of DDP", "of Lightning"]
+    "kind",
+    [
+        "checkpoint",
+        "safetensors",
+        "state_dict",
+        "of DDP",
+        "of Lightning",
+        "of Lightning and torch.compile",
+    ],
 )
 @pytest.mark.parametrize("num_classes", [10, 4])
 def test_a_run_begins_with_the_weights_of_a_file(

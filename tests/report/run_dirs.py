@@ -165,7 +165,6 @@ def write_run(
         "2026-11-23 04:31:48,915 INFO 2 × cpu (gloo), fp32, num_threads=1, sync=ddp\n"
     )
     (run_dir / "pictures" / "first_batch.png").write_bytes(digit_png(1, side=80))
-    (run_dir / "pictures" / "class_sizes.png").write_bytes(digit_png(2, side=120))
     return run_dir
 
 

@@ -1,6 +1,7 @@
 """The page of a report in Chromium: it draws, selects mistakes, and runs no text of files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from chromium import CHROMIUM, Chromium, Page, chromium
-from run_dirs import write_evaluation, write_run
+from run_dirs import digit_png, write_evaluation, write_run
 
 from ddp_trainer.tools.report.page import write_report
 
@@ -19,6 +20,10 @@ ESCAPE = {"key": "Escape", "code": 27}
 SPACE = {"key": " ", "code": 32, "text": " "}
 ARROWS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 HOSTILE = "</script><img src=x onerror=\"window.attacked='1'\">\n<!-- '\"&\u2028{{ 7 * 7 }}"
+
+FIRST = "optimizer.lr=0.05, seed=0"
+SECOND = "optimizer.lr=0.1, seed=1"
+"""The labels of the two runs."""
 
 Opener = Callable[..., Page]
 
@@ -88,57 +93,65 @@ def test_the_overview_names_each_run_with_its_color_and_its_results(
     open_page: Opener, two_runs_page: Path
 ) -> None:
     page = open_page(two_runs_page)
-    cards = page.evaluate(
-        "[...document.querySelectorAll('#overview .card')].map((card) => card.innerText)"
-    )
-    lines = [list(filter(None, card.splitlines())) for card in cards]
-    assert lines == [
-        [
-            "first",
-            "finished",
-            "test top-1",
-            "89.17 %",
-            "best top-1",
-            "90.01 %",
-            "steps",
-            "1,000",
-            "epochs",
-            "10",
-            "duration",
-            "1:02:06",
-            "ranks",
-            "4 → 2 → 3",
-            "images / s",
-            "12,927",
-            "device",
-            "cpu",
-        ],
-        [
-            "second",
-            "finished",
-            "test top-1",
-            "84.17 %",
-            "best top-1",
-            "85.01 %",
-            "steps",
-            "1,000",
-            "epochs",
-            "10",
-            "duration",
-            "1:02:06",
-            "ranks",
-            "4",
-            "images / s",
-            "12,927",
-            "device",
-            "cpu",
-        ],
+    texts = "[...document.querySelectorAll('#overview tr')].map((row) => row.innerText)"
+    rows = [re.split(r"[\n\t]+", text) for text in page.evaluate(texts)]
+    results = [["90.01 %", "89.17 %"], ["85.01 %", "84.17 %"]]
+    facts = ["0.2013", "1,000", "10", "1:02:06", "12,927"]
+    assert rows[1:] == [
+        [FIRST, "finished", *results[0], *facts, "4 → 2 → 3", "cpu"],
+        [SECOND, "finished", *results[1], *facts, "4", "cpu"],
     ]
     color = "getComputedStyle(document.querySelectorAll('#overview .swatch')[{}]).backgroundColor"
     assert [page.evaluate(color.format(place)) for place in (0, 1)] == [
         "rgb(0, 114, 178)",
         "rgb(213, 94, 0)",
     ]
+
+
+def test_the_card_of_one_run_has_its_results(
+    open_page: Opener, two_runs: list[Path], tmp_path: Path
+) -> None:
+    write_report(two_runs[:1], tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html")
+    text = page.evaluate("document.querySelector('#overview .card').innerText")
+    facts = ["steps", "1,000", "epochs", "10", "duration", "1:02:06", "ranks", "4 → 2 → 3"]
+    assert list(filter(None, text.splitlines())) == [
+        *("first", "finished", "test top-1", "89.17 %", "best top-1", "90.01 %"),
+        *(*facts, "images / s", "12,927", "device", "cpu"),
+    ]
+
+
+@pytest.mark.parametrize("how", ["click", "Enter", "Space"])
+def test_a_head_of_the_table_sorts_the_runs(how: str, open_page: Opener, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{seed}", seed=seed, lr=0.05) for seed in range(4)]
+    seconds = [30.5, 200, None, 9]
+    for run, value in zip(runs, seconds, strict=True):
+        summary = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps(summary | {"seconds": value}))
+    page = open_page(report_on(*runs))
+    heads = "[...document.querySelectorAll('#overview th[scope=col]')]"
+    place = page.evaluate(f"{heads}.findIndex((head) => head.innerText.includes('Duration'))")
+    button = f"#overview thead th:nth-child({place + 1}) button"
+
+    def sort() -> tuple[list[str], list[str | None]]:
+        """Return the order of the runs' seeds and aria-sort of all heads."""
+        if how == "click":
+            page.click(button)
+        else:
+            page.evaluate(f"document.querySelector('{button}').focus()")
+            page.press(**(ENTER if how == "Enter" else SPACE))
+        names = "[...document.querySelectorAll('#overview tbody th')].map((row) => row.innerText)"
+        order = [name.strip().removeprefix("seed=") for name in page.evaluate(names)]
+        return order, page.evaluate(f"{heads}.map((head) => head.getAttribute('aria-sort'))")
+
+    states: list[str | None] = [None] * page.evaluate(f"{heads}.length")
+    states[place] = "descending"
+    assert sort() == (["1", "0", "3", "2"], states)  # what is unknown is last
+    states[place] = "ascending"
+    assert sort() == (["3", "0", "1", "2"], states)
+    page.evaluate("document.querySelector('#overview thead button').click()")
+    by_name = "document.querySelector('#overview tbody').innerText.match(/seed=\\d/g)"
+    assert page.evaluate(by_name) == [f"seed={seed}" for seed in range(4)]
 
 
 # --- curves ---------------------------------------------------------------------------------------
@@ -158,11 +171,14 @@ def test_the_charts_have_a_line_for_each_run_in_its_color(
     assert all(250 < width <= 320 for _, width in boxes)
     resumes = "[...document.querySelectorAll('.chart')[0].querySelectorAll('.resume title')]"
     assert page.evaluate(f"{resumes}.map((title) => title.textContent.trim())") == [
-        "first: resumed with world size 2",
-        "first: resumed with world size 3",
+        f"{FIRST}: resumed with world size 2",
+        f"{FIRST}: resumed with world size 3",
     ]
     legend = "document.querySelector('#curves .legend').innerText"
     assert page.evaluate(legend).count("evaluation") == 2
+    dots = "[...document.querySelectorAll('.chart')[0].querySelectorAll('.dots')]"
+    widths = f"{dots}.map((path) => getComputedStyle(path).strokeWidth)"
+    assert page.evaluate(widths) == ["5px", "5px"]
 
 
 # --- evaluations ----------------------------------------------------------------------------------
@@ -200,7 +216,7 @@ def test_a_cell_shows_its_mistakes_and_a_button_all_of_them(
     image = "document.querySelector('.mistake:not([hidden]) img')"
     page.wait_for(f"{image}.naturalWidth === 8")
     assert page.evaluate(f"getComputedStyle({image}).imageRendering") == "pixelated"
-    assert page.evaluate(f"{image}.width") == 112
+    assert page.evaluate(f"{image}.width") == 96
     assert page.evaluate("document.activeElement.className") == "all"
     page.press(**ENTER)
     assert len(shown_mistakes(page)) == len(entries)
@@ -212,9 +228,9 @@ def test_another_evaluation_can_be_opened(open_page: Opener, two_runs_page: Path
         "[...document.querySelectorAll('.evaluation > summary')].map(({ innerText }) => innerText)"
     )
     assert [" ".join(name.split()) for name in names] == [
-        "first · best-test",
-        "first · last-validation",
-        "second · best-test",
+        f"{FIRST} · best-test",
+        f"{FIRST} · last-validation",
+        f"{SECOND} · best-test",
     ]
     opened = "[...document.querySelectorAll('.evaluation')].map(({ open }) => open)"
     assert page.evaluate(opened) == [True, False, False]
@@ -241,7 +257,25 @@ def test_many_classes_have_a_list_of_pairs_in_place_of_a_matrix(
 # --- the page -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+def test_long_names_of_classes_are_shown_or_end_in_an_ellipsis(
+    open_page: Opener, tmp_path: Path
+) -> None:
+    names = ["American Staffordshire terrier", "wirehaired pointing griffon dog", "W" * 80, "cat"]
+    run_dir = write_run(tmp_path / "run")
+    write_evaluation(run_dir, names=names)
+    page = open_page(report_on(run_dir))
+    cut = "[...document.querySelectorAll('{}')].map((item) => item.{} > item.{})"
+    heads = page.evaluate(cut.format(".matrix tbody span", "scrollHeight", "clientHeight"))
+    assert heads == [False, False, True, False]
+    names = page.evaluate(cut.format(".mistake bdi", "scrollWidth", "clientWidth"))
+    assert not any(names)
+    columns = "getComputedStyle(document.querySelector('.matrix thead span')).textOverflow"
+    assert page.evaluate(columns) == "ellipsis"
+    heights = "[...document.querySelectorAll('.matrix tbody tr')].map((row) => row.clientHeight)"
+    assert len(set(page.evaluate(heights))) == 1
+
+
+@pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_does_not_scroll_sideways(
     width: int, open_page: Opener, two_runs_page: Path
 ) -> None:
@@ -267,6 +301,44 @@ def test_the_page_follows_the_theme_of_the_system(
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == color
 
 
+def test_the_button_changes_the_theme(
+    browser: Chromium, open_page: Opener, two_runs_page: Path
+) -> None:
+    page = browser.open(two_runs_page, dark=True)
+    text = "document.querySelector('#theme').innerText"
+    color = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(color)
+    seen = []
+    for _ in range(3):
+        page.click("#theme")
+        seen.append((page.evaluate(text), page.evaluate(color)))
+    light = "rgb(244, 246, 248)"
+    assert seen == [("Theme: light", light), ("Theme: dark", dark), ("Theme: auto", dark)]
+    page.click("#theme")
+    assert page.errors == []
+    browser.close(page)
+
+    page = open_page(two_runs_page, dark=True)
+    assert page.evaluate(color) == light, "the choice is kept"
+    page.evaluate("localStorage.clear()")
+    # as in a browser that stores nothing for local files
+    denied = "{ get() { throw Error('denied'); } }"
+    page.evaluate(f"Object.defineProperty(window, 'localStorage', {denied}); true")
+    page.click("#theme")
+    assert (page.evaluate(text), page.evaluate(color)) == ("Theme: dark", dark)
+
+
+def test_labels_in_the_first_batch_are_shown_at_their_size(
+    open_page: Opener, tmp_path: Path
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "pictures/first_batch.png").write_bytes(digit_png(1, side=1088))
+    page = open_page(report_on(run_dir), width=360)
+    page.wait_for("document.querySelector('.batch').naturalWidth === 1088")
+    assert page.evaluate("document.querySelector('.batch').width") == 1088
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
 def test_names_from_files_do_nothing(open_page: Opener, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "<b>run</b>&amp;", steps=100)
     names = [HOSTILE, "__proto__", "constructor", "a" * 300]
@@ -284,10 +356,16 @@ def test_names_from_files_do_nothing(open_page: Opener, tmp_path: Path) -> None:
         file.writelines(
             json.dumps({"step": step, HOSTILE: step, "__proto__": step}) + "\n" for step in (1, 2)
         )
-    page = open_page(report_on(run_dir), width=390)
+    bad_image = json.dumps({"path": HOSTILE, "reason": HOSTILE})
+    (run_dir / "bad_images.jsonl").write_text(bad_image)
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    change = {"name": HOSTILE, HOSTILE: f"{HOSTILE} other", "seed": HOSTILE}
+    (other / "config.yaml").write_text(json.dumps(change))
+    page = open_page(report_on(run_dir, other), width=390)
     page.evaluate(
         "document.querySelectorAll('details').forEach((details) => { details.open = true; })"
     )
+    page.click(".sortable button")
     page.click(".matrix a")
     assert page.evaluate("window.attacked") is None
     assert page.evaluate("[...document.images].every((image) => image.src.startsWith('data:'))")

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -24,8 +25,9 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.scores.files import replace_folder, write_evaluation
 from ddp_trainer.scores.pictures import LEFT, TOP, captioned_png, confusion_png, thumbnail_png
 from ddp_trainer.scores.scores import NUM_BINS, WORST, Scores
+from ddp_trainer.tools.folder_reader import FolderReader
 from ddp_trainer.tools.report.evaluations import EvaluationFolder
-from ddp_trainer.tools.report.files import FolderReader
+from ddp_trainer.tools.report.page import write_report
 from ddp_trainer.training.evaluation import ID, SampleResults
 
 CPU = torch.device("cpu")
@@ -191,7 +193,7 @@ def test_a_class_name_that_is_not_utf_8_is_the_same_in_all_files(tmp_path: Path)
     evaluation = EvaluationFolder(FolderReader(tmp_path / "best-test"))
     assert evaluation.class_names == names
     assert {name for name, _ in evaluation.class_scores()} == set(names)
-    assert {mistake.label for mistake in evaluation.mistakes} == set(names[:-1])
+    assert {mistake["label"] for mistake in evaluation.mistakes} == set(names[:-1])
 
 
 def test_a_second_evaluation_replaces_all_files_of_the_first(tmp_path: Path) -> None:
@@ -200,6 +202,21 @@ def test_a_second_evaluation_replaces_all_files_of_the_first(tmp_path: Path) -> 
     pictures = {int(path.stem) for path in (tmp_path / "best-test/mistakes").iterdir()}
     assert pictures == set(second.mistakes()[:, 0].int().tolist())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "best-test"]
+
+
+def test_files_that_the_user_has_added_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "best-test"
+    write(folder)
+    (folder / "notes.d/more").mkdir(parents=True)
+    (folder / "notes.d/more/x.txt").write_text("mine")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "nothing.txt").symlink_to("missing")
+    before = (folder / "metrics.json").read_bytes()
+    write(folder, seed=1, count=60)
+    assert (folder / "metrics.json").read_bytes() != before
+    assert (folder / "notes.d/more/x.txt").read_text() == "mine"
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert os.readlink(folder / "nothing.txt") == "missing"
 
 
 def _write_for_ever(folder: Path, started: Path) -> None:
@@ -272,7 +289,14 @@ def test_the_matrix_is_blue_on_the_diagonal_and_orange_beside_it() -> None:
     assert set(corners.values()) == {(255, 255, 255)}
 
 
-@pytest.mark.parametrize("classes", [2, 30, 1200])
+def test_each_row_of_a_hundred_classes_has_a_name() -> None:
+    names = [f"class {number}" for number in range(100)]
+    picture = read_png(confusion_png(torch.eye(100, dtype=torch.int64), names))
+    labels = picture[TOP : TOP + 1200, : LEFT - 4].min(axis=(1, 2)).reshape(100, 12)
+    assert (labels.min(1) < 128).all()
+
+
+@pytest.mark.parametrize("classes", [2, 30, 100, 1200])
 def test_a_matrix_of_any_size_is_a_picture_of_a_page(classes: int) -> None:
     names = [f"名 {number} " + "x" * 40 for number in range(classes)]
     picture = read_png(confusion_png(torch.eye(classes, dtype=torch.int64), names))
@@ -286,3 +310,21 @@ def test_images_of_any_shape_have_captions_and_thumbnails() -> None:
     assert tuple(picture[10, 10]) == (200, 200, 200)
     large = Image.open(io.BytesIO(thumbnail_png(torch.zeros(3, 300, 200, dtype=torch.uint8))))
     assert large.size == (64, 96)
+
+
+def test_no_class_name_is_a_formula_and_the_report_has_no_control_character(
+    tmp_path: Path,
+) -> None:
+    names = ["=1+1", "'@x", "\x1b[31mred", "-1", "+cmd|' /C calc'!A0", *NAMES[5:]]
+    folder = tmp_path / "run/evaluation/best-test"
+    write(folder, names=names)
+    with open(folder / "confusion_matrix.csv", newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header[1:] == [line[0] for line in lines]
+    assert header[1:6] == ["'=1+1", "''@x", "\x1b[31mred", "-1", "'+cmd|' /C calc'!A0"]
+    assert EvaluationFolder(FolderReader(folder)).class_names == names
+    (tmp_path / "run/config.yaml").write_text("name: run\n")
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "\\x1b[31mred" in page
+    assert re.findall("[^\n\t -~\xa0-\U0010ffff]", page) == []

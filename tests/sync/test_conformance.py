@@ -14,7 +14,6 @@ from runs import cross_entropies, in_process_group, step_settings
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.models import LeNetConfig
 from ddp_trainer.config.sync import (
@@ -32,7 +31,7 @@ from ddp_trainer.models import build_model
 from ddp_trainer.sync import build_sync
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import averaged_statistics
-from ddp_trainer.sync.key_value_store import KeyValueStore
+from ddp_trainer.sync.parameter_server import assign_owners
 from ddp_trainer.sync.replicas import split_batch
 from ddp_trainer.sync.ring import ring_all_reduce
 from ddp_trainer.training.step import TrainStep
@@ -133,13 +132,13 @@ class RecordingStep(TrainStep):
 
     local: Parameters
 
-    def backward(self, images: Tensor, labels: Tensor) -> Tensor:
+    def forward_backward(self, images: Tensor, labels: Tensor) -> Tensor:
         self.local = {
             name: p.grad.numpy().copy()
             for name, p in self.model.named_parameters()
             if p.grad is not None
         }
-        return super().backward(images, labels)
+        return super().forward_backward(images, labels)
 
 
 def train_share(
@@ -154,9 +153,14 @@ def train_share(
     settings = step_settings(
         global_batch_size=GLOBAL_BATCH_SIZE, gradient_accumulation_steps=accumulation_steps
     )
-    constant = LambdaLR(optimizer, lambda step: 1.0)
     step = RecordingStep(
-        model, sync, optimizer, constant, loss=cross_entropies, settings=settings, world=world
+        model,
+        sync,
+        optimizer,
+        lambda step: 1.0,
+        loss=cross_entropies,
+        settings=settings,
+        world=world,
     )
     model.train()
     for images, labels in global_batches():
@@ -216,7 +220,7 @@ def ring_sums(lengths: tuple[int, ...]) -> list[bytes]:
     with in_process_group() as world:
         for length in lengths:
             vector = torch.arange(length, dtype=torch.float32) + 10.0**world.rank
-            ring_all_reduce(vector, rank=world.rank, world_size=world.world_size)
+            ring_all_reduce(vector, world)
             sums.append(vector.numpy().tobytes())
     return sums
 
@@ -235,12 +239,9 @@ def test_the_ring_adds_up_vectors_of_any_length(ranks: int) -> None:
 
 
 def test_keys_are_balanced_over_their_owners_by_size() -> None:
-    store = KeyValueStore(WORLD_OF_ONE, num_servers=3)
     sizes = {"a": 100, "b": 60, "c": 50, "d": 40, "e": 5, "f": 5}
-    store.init({key: torch.zeros(size) for key, size in sizes.items()})
-    loads = [
-        sum(size for key, size in sizes.items() if store.owner[key] == owner) for owner in range(3)
-    ]
+    owners = assign_owners(sizes, num_servers=3)
+    loads = [sum(size for key, size in sizes.items() if owners[key] == owner) for owner in range(3)]
     assert loads == [100, 70, 90]
 
 

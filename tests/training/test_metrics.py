@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_trainer.observers.memory import peak_memory_mb
+from ddp_trainer.observers.ranks import peak_memory_mb
 from ddp_trainer.sync.fingerprint import rank_outside_majority
 from ddp_trainer.training.metrics import MetricSums, SampleDigest
 
@@ -25,37 +25,48 @@ def test_sums_are_numpys() -> None:
             torch.tensor(losses[-1]), torch.from_numpy(logits[-1]), torch.from_numpy(labels[-1])
         )
     correct = (np.concatenate(logits).argmax(1) == np.concatenate(labels)).sum()
-    np.testing.assert_allclose(sums.vector.numpy(), [np.sum(losses), correct, 70])
+    np.testing.assert_allclose(sums.vector.numpy(), [np.sum(losses), correct, 70, 0])
 
 
 def test_sums_count_beyond_what_float32_holds() -> None:
     sums = MetricSums(CPU)
     sums.vector[1:] = 2**24
     sums.add(torch.tensor(0.0), torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
-    assert sums.vector[1:].tolist() == [2**24 + 1] * 2
+    sums.add_skipped(torch.tensor(True))
+    assert sums.vector[1:].tolist() == [2**24 + 1] * 3
 
 
-def digest(*steps: list[int]) -> list[int]:
-    """Return the digest_of_rank after using the samples `steps[k]` at step k."""
+def digest(*steps: list[int], first: int = 0) -> list[int]:
+    """Return the digest of a rank that used the samples `steps[k]` at step `first` + k."""
     digest_of_rank = SampleDigest(CPU)
-    for step, ids in enumerate(steps):
+    for step, ids in enumerate(steps, first):
         digest_of_rank.add(torch.tensor(ids, dtype=torch.int64), step=step)
     return digest_of_rank.vector.tolist()
 
 
 def test_the_digest_tells_which_samples_were_used_at_which_step() -> None:
-    assert digest([1, 2, 3], [4, 5]) == digest([3, 1, 2], [5, 4])  # in any order within a batch
+    assert digest([1, 2], [3, 4]) == digest([2, 1], [4, 3])  # in any order within a batch
     variants = [
-        digest([1, 2, 3], [4, 5]),
-        digest([1, 2, 4], [3, 5]),  # two swapped between batches
-        digest([4, 5], [1, 2, 3]),  # batches in another order
-        digest([1, 2, 3], [4, 6]),  # another sample
-        digest([1, 2, 3], [4, 4]),  # one twice, one not at all
-        digest([1, 2], [4, 5]),  # one left out
-        digest([1, 2, 3], [], [4, 5]),  # a step later
-        digest([0, 3, 3], [4, 5]),  # an equal sum of ids
+        digest([1, 2], [3, 4]),
+        digest([1, 3], [2, 4]),  # two swapped between batches
+        digest([3, 4], [1, 2]),  # batches in another order
+        digest([1, 2], [3, 5]),  # another sample
+        digest([1, 2], [3, 3]),  # one twice, one not at all
+        digest([1, 2]),  # a step left out
+        digest([1, 2], [3, 4], first=1),  # a step later
+        digest([0, 3], [3, 4]),  # an equal sum of ids
     ]
     assert len({SampleDigest.text(hashes) for hashes, _ in variants}) == len(variants)
+
+
+def test_a_digest_goes_on_after_it_was_read() -> None:
+    whole = SampleDigest(CPU)
+    parts = SampleDigest(CPU)
+    for step in range(4):
+        whole.add(torch.tensor([step, 9]), step=step)
+        parts.add(torch.tensor([step, 9]), step=step)
+        assert parts.vector[1] == 2 * (step + 1)
+    assert parts.vector.equal(whole.vector)
 
 
 def test_digests_of_ranks_add_up_to_that_of_one() -> None:
@@ -83,6 +94,7 @@ def test_the_digest_wraps_around_as_two_to_the_64(step: int) -> None:
     digest_of_rank = SampleDigest(CPU)
     for _ in range(9):  # enough for the sum itself to wrap
         digest_of_rank.add(torch.tensor(ids), step=step)
+        assert digest_of_rank.vector[1] % len(ids) == 0  # read, so that a step may be added again
     expected = 9 * sum(splitmix(sample, step) for sample in ids)
     assert int(digest_of_rank.vector[0]) % 2**64 == expected % 2**64
     assert SampleDigest.text(int(digest_of_rank.vector[0])) == f"{expected % 2**64:016x}"

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import on_ranks
 from runs import TINY, assert_bitwise, compose, newest_checkpoint, read_summary, records
 
 from ddp_trainer import Observer, ObserverConfig, TrainingRun, register_observer
 from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.run import ObserverError
+from ddp_trainer.training.state import check_observer_state
 from ddp_trainer.training_run import run
 
 
@@ -20,6 +22,7 @@ class RecorderConfig(ObserverConfig):
     name: str = "recorder"
     stop_at: int | None = None
     """The step after which rank 1 asks to stop."""
+    reason: str = "enough"
     save_at: int | None = None
     """The step after which rank 1 asks to save."""
     fail_at: int | None = None
@@ -52,7 +55,7 @@ class Recorder(Observer):
         self.note(run, "step")
         if run.world.rank == run.world.world_size - 1:
             if run.step == self.config.stop_at:
-                run.request_stop("enough")
+                run.request_stop(self.config.reason)
             if run.step == self.config.save_at:
                 run.request_save()
         if run.world.is_main and run.step == self.config.fail_at:
@@ -147,6 +150,13 @@ def test_a_request_of_one_rank_stops_all_and_the_reason_is_recorded(tmp_path: Pa
     assert read_summary(tmp_path / "run")["steps"] == 16
 
 
+def test_an_empty_reason_stops_too(tmp_path: Path) -> None:
+    words = [f"output_dir={tmp_path}", "name=run"]
+    recorder = RecorderConfig(stop_at=5, reason="")
+    assert on_ranks(1, train_with, recorder, words) == ["stopped_early"]
+    assert read_summary(tmp_path / "run")["stop_reason"] == ""
+
+
 def test_state_survives_a_resume_and_observers_do_not_change_the_training(tmp_path: Path) -> None:
     for name, launches in (("whole", [()]), ("parts", [("max_steps=5",), ()])):
         for launch in launches:
@@ -167,3 +177,13 @@ def test_an_exception_names_the_observer_and_the_event(ranks: int, tmp_path: Pat
     assert text == "observer=recorder failed in on_step (ValueError: on purpose)"
     assert events_of(tmp_path / "run", 0)[-1] == {"event": "failure", "step": 2}
     assert "test_observers.py" in (tmp_path / "run/failure.log").read_text()
+
+
+@pytest.mark.parametrize("state", [{"at": Path("x")}, {"done": {1, lambda: 1}}, [object()]])
+def test_a_state_that_a_checkpoint_could_not_give_back_is_refused(state: Any) -> None:
+    with pytest.raises(ObserverError, match="observer=mine: state_dict must return builtins"):
+        check_observer_state("mine", state)
+
+
+def test_builtins_and_tensors_are_a_state() -> None:
+    check_observer_state("mine", {"a": [1, 2.5, None, True], 3: (torch.ones(2), b"x"), "s": "é"})

@@ -16,18 +16,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from ddp_trainer.config.losses import CrossEntropyConfig
 from ddp_trainer.config.sync import NoSyncConfig
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.world import World
 from ddp_trainer.models import weights
+from ddp_trainer.optim.losses import build_cross_entropy
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers
 from ddp_trainer.sync.fingerprint import bit_sum
 from ddp_trainer.training.evaluation import SampleResults, evaluate
-from ddp_trainer.training.losses import build_cross_entropy
 from ddp_trainer.training.metrics import SampleDigest
 from ddp_trainer.training.step import StepSettings, TrainStep
 
@@ -73,7 +72,7 @@ def build(settings: StepSettings, optimizer_class: type = SGD) -> TrainStep:
         model,
         GradientSync(NoSyncConfig(), WORLD),
         optimizer,
-        LambdaLR(optimizer, lambda step: 1.0),
+        lambda step: 1.0,
         loss=build_cross_entropy(CrossEntropyConfig(label_smoothing=0.1), class_counts=None),
         settings=settings,
         world=WORLD,
@@ -100,7 +99,7 @@ def test_loss_and_sums_stay_on_the_device(is_mixed: bool) -> None:
     step = build(SETTINGS["plain"])
     labels = torch.rand(8, 3, device=CUDA) if is_mixed else labels_on_cuda(8)
     with torch.no_grad():
-        loss, loss_sum, logits = step.loss(step.model, on_cuda(8, 1, 6, 6), labels)
+        loss, loss_sum, logits = step.compute_loss(step.model, on_cuda(8, 1, 6, 6), labels)
     step.sums.add(loss_sum, logits, labels)
     for value in (loss, loss_sum, logits, step.sums.vector):
         assert isinstance(value, FakeTensor)

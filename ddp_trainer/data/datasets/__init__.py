@@ -1,1 +1,1 @@
-"""The data sets, one file each: ``build_x(config) -> Datasets``."""
+"""The data sets. Each is built by a function ``build_x(config) -> Datasets``."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ddp_trainer.config.data import FashionMnistConfig
-from ddp_trainer.config.errors import ConfigError, TransientError, require
+from ddp_trainer.config.errors import ConfigError, TransientError, one_line
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.data.datasets.idx import KINDS, find_idx, read_split
 from ddp_trainer.files import lock_file
@@ -40,8 +40,9 @@ CLASS_NAMES = (
 def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
     """Return Fashion-MNIST: 60,000 training and 10,000 evaluation images of 28×28 pixels.
 
-    Raises ConfigError if an IDX file is missing in data.root (null: in the folder that `locate`
-    finds) or not valid.
+    Raises:
+        ConfigError: an IDX file is missing or not valid, or the download failed.
+        TransientError: another process takes too long to download the files.
 
     Source: Xiao, Rasul and Vollgraf, Fashion-MNIST, 2017 (arXiv 1708.07747).
     """
@@ -51,45 +52,42 @@ def build_fashion_mnist(config: FashionMnistConfig) -> Datasets:
         evaluation = read_split(folder, "t10k")
     except ConfigError as error:
         raise ConfigError(
-            f"data.root={config.root or 'null'}: {error}; put the right files there, or set"
-            " data.root to another folder"
+            f"data.root={config.root or 'null'}: {error}; put the four IDX files of Fashion-MNIST"
+            " there, gzipped or not, or set data.root to another folder"
         ) from error
     return Datasets(train=train, eval=evaluation, class_names=CLASS_NAMES)
 
 
 def locate(data_root: str | None) -> Path:
-    """Return the folder with the four IDX files of Fashion-MNIST; ConfigError if there is none.
+    """Return the folder with the four IDX files of Fashion-MNIST.
 
-    The folder is `data_root`; if that is None, that of Debian's package dataset-fashion-mnist, else
-    of a download.
+    With `data_root`, this is the folder, without a check of its files. Without it, the folder is
+    that of Debian's package dataset-fashion-mnist, or else of a download. Raises ConfigError if the
+    download fails.
     """
+    if data_root is not None:
+        return Path(os.path.expanduser(data_root))
     cache = Path(torch.hub.get_dir()).parent / "fashion_mnist"
-    folders = [DEBIAN_FOLDER, cache] if data_root is None else [Path(os.path.expanduser(data_root))]
-    for folder in folders:
-        missing = [name for name in FILES if not os.path.isfile(find_idx(folder, name))]
-        if not missing:
+    for folder in (DEBIAN_FOLDER, cache):
+        if all(os.path.isfile(find_idx(folder, name)) for name in FILES):
             return folder
-        require(
-            data_root is None,
-            f"data.root={data_root} must be a folder with Fashion-MNIST's four IDX files, gzipped"
-            f" or not: it lacks {', '.join(missing)}",
-        )
     try:
         download(cache)
-    except (OSError, RuntimeError, HTTPException) as error:  # torchvision raises each of them
+    except (OSError, RuntimeError, HTTPException) as error:  # torchvision raises all three types
         if isinstance(error, TransientError):
             raise
         raise ConfigError(
             f"the files of data=fashion_mnist are missing and the download into {cache} failed"
-            f" ({' '.join(str(error).split())}): set data.root to a folder with the four IDX files,"
+            f" ({one_line(error)}): set data.root to a folder with the four IDX files,"
             " install Debian's dataset-fashion-mnist, or make the download possible"
         ) from error
     return cache
 
 
 def download(folder: Path) -> None:
-    """Create `folder` with the verified files; the processes of a node take turns."""
-    from torchvision.datasets import FashionMNIST  # takes a second to import, and is rarely needed
+    """Download the files into the new `folder`; do nothing if another process has done this."""
+    # here, because torchvision takes a second to import and is rarely needed
+    from torchvision.datasets import FashionMNIST
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     holder = f"another process has been downloading {folder} for 10 min: is it still running?"
@@ -97,7 +95,7 @@ def download(folder: Path) -> None:
         if folder.is_dir():
             return
         limit = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(NETWORK_SECONDS)  # torchvision sets no timeout
+        socket.setdefaulttimeout(NETWORK_SECONDS)  # because torchvision sets no timeout
         try:
             with tempfile.TemporaryDirectory(
                 dir=folder.parent, prefix=f".{folder.name}-"
@@ -105,7 +103,7 @@ def download(folder: Path) -> None:
                 FashionMNIST(scratch, download=True)  # checks each file's MD5
                 raw = Path(scratch) / "FashionMNIST" / "raw"
                 for archive in raw.glob("*.gz"):
-                    archive.unlink()  # torchvision has extracted it beside the archive
+                    archive.unlink()  # because torchvision has extracted the file beside it
                 os.rename(raw, folder)
         finally:
             socket.setdefaulttimeout(limit)

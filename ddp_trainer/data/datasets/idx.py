@@ -13,41 +13,39 @@ from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.data.dataset import ImageTensors
 
 KINDS = {3: "images", 1: "labels"}
-"""The content of a file by its number of dimensions."""
+"""What an IDX file holds, by the number of dimensions of its array."""
 
 
 def read_split(folder: Path, prefix: str) -> ImageTensors:
-    """Return the split of the IDX files ``<prefix>-…``; ConfigError if one is damaged."""
+    """Return the split in the files ``<prefix>-…``; ConfigError if one is missing or damaged."""
     images, labels = (
         read_idx(find_idx(folder, f"{prefix}-{kind}-idx{dimensions}-ubyte"), dimensions=dimensions)
         for dimensions, kind in KINDS.items()
     )
-    return ImageTensors(images[:, None], labels.long())
+    return ImageTensors(images[:, None], labels.long(), center_crop=1)
 
 
 def find_idx(folder: Path, name: str) -> Path:
     """Return the path of `name` in `folder` if that file exists, else the path of `name`.gz."""
     path = folder / name
-    # Path.is_file raises where access is denied
+    # not Path.is_file, which raises PermissionError if access to the folder is denied
     return path if os.path.isfile(path) else folder / f"{name}.gz"
 
 
 def read_idx(path: Path, *, dimensions: int) -> Tensor:
-    """Return the uint8 array of an IDX file, gzipped or not, with `dimensions`: see `KINDS`.
+    """Return the array in an IDX file, gzipped or not: a uint8 tensor with `dimensions` dimensions.
 
-    Raises ConfigError for a file that cannot be read, is truncated, or has other content.
+    Raises ConfigError if the file cannot be read, is truncated, or has other content (see `KINDS`).
 
     Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
     """
+    require(path.is_file() or not path.exists(), f"{path} is no regular file")
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-    ) as error:  # a gzip checksum that does not match is an OSError
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises OSError for a wrong checksum
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read ({reason})") from error
     header = 4 + 4 * dimensions
     require(
         data[:4] == bytes([0, 0, 8, dimensions]) and len(data) >= header,
@@ -58,10 +56,12 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
     size = header + math.prod(shape)
     require(
         len(data) == size,
-        f"{path} is damaged: it has {len(data):,} bytes and its header says {size:,}",
+        f"{path} is damaged: it has {len(data):,} bytes and its header says {size:,}"
+        " (both uncompressed): replace it with an intact copy",
     )
     require(
         size > header,
-        f"{path} is empty: its header says {' × '.join(map(str, shape))} {KINDS[dimensions]}",
+        f"{path} is empty: its header says {' × '.join(map(str, shape))} {KINDS[dimensions]};"
+        " replace it with an intact copy",
     )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header).view(shape)

@@ -1,121 +1,211 @@
 """Images in one folder per class: train/<class> and val/<class>, or just <class>."""
 
+import logging
 import os
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
-from ddp_trainer.config.data import Cache, ImageFilesConfig, ImageFolderConfig
-from ddp_trainer.config.errors import require
+from ddp_trainer.config.data import ImageFolderConfig
+from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.data.dataset import Datasets
-from ddp_trainer.data.images.file_index import IMAGE_FILES, FileIndex, load_index
-from ddp_trainer.data.images.image_files import ImageFiles
-from ddp_trainer.distributed.environment import user_cache
+from ddp_trainer.data.images.file_index import (
+    IMAGE_FILES,
+    FileIndex,
+    is_image,
+    load_index,
+    path_errors,
+)
+from ddp_trainer.data.images.image_files import ImageFiles, cache_folder
 
-EVALUATION_FOLDERS = ("val", "validation", "valid", "test")
+logger = logging.getLogger(__name__)
+
+VALIDATION_FOLDERS = ("val", "validation", "valid")
+EVALUATION_FOLDERS = (*VALIDATION_FOLDERS, "test")
+"""Possible names of the folder of evaluation images; training uses the first that exists."""
 
 
 def build_image_folder(config: ImageFolderConfig) -> Datasets:
-    """Return the images in data.root; ConfigError if images or folders are missing."""
+    """Return the images in data.root.
+
+    With data.validation_fraction or data.fold, both splits are the training images, and `hold_out`
+    divides them.
+    Raises ConfigError if data.root, a split or the images of a class are missing or unreadable.
+    """
     root = root_folder(config)
-    train_folder, eval_folder = find_splits(root, is_split=config.validation_fraction > 0)
-    cache_dir = cache_folder(config)
-    train = load_index(train_folder, cache_dir)
+    folders = find_splits(root, is_split=config.holds_out)
+    if config.holds_out:
+        warn_of_unused_folder(root, folders[0], config)
+    indices = [load_index(folder, cache_folder(config)) for folder in folders]
+    train = indices[0]
     count = len(train.class_names)
     require(
         count > 1,
-        f"{train_folder} must have at least 2 folders, one for each class, and has {count}",
+        f"{train.root} must have at least 2 folders, one for each class, and has {count}",
     )
     for name, images in zip(train.class_names, train.counts.tolist(), strict=True):
         require(
             images > 0,
-            f"{train_folder / name} has no image: fill or remove the folder; images are"
+            f"{train.root / name} has no image: fill or remove the folder; images are"
             f" {IMAGE_FILES}",
         )
-    evaluation = None if eval_folder is None else load_index(eval_folder, cache_dir)
-    if evaluation is not None:
-        check_evaluation(evaluation, train.class_names)
+    for files in indices:
+        check_evaluation(files, train.class_names)
 
-    images = image_files(train, train.class_names, config)
-    held_out = images if evaluation is None else image_files(evaluation, train.class_names, config)
-    return Datasets(train=images, eval=held_out, class_names=train.class_names)
+    splits = [ImageFiles(files, train.class_names, config) for files in indices]
+    return Datasets(
+        train=splits[0],
+        eval=splits[-1],
+        class_names=train.class_names,
+        eval_split=split_name(folders[-1]),
+    )
 
 
-def open_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
-    """Return the images in the first of test, valid, validation and val in data.root.
+def warn_of_unused_folder(root: Path, train: Path, config: ImageFolderConfig) -> None:
+    """Log a warning if a folder in `root` looks like validation images, and is not used as such."""
+    for folder in existing_folders(root, VALIDATION_FOLDERS):
+        if train == root:
+            logger.warning(
+                "%s is taken for a class, because data.root=%s has no folder train: if it has"
+                " validation images, move the class folders to %s, and set %s",
+                folder,
+                root,
+                root / "train",
+                config.hold_out_off,
+            )
+        else:
+            logger.warning(
+                "%s is not used, because %s holds out training images: to evaluate on the folder,"
+                " set %s",
+                folder,
+                config.hold_out_key,
+                config.hold_out_off,
+            )
 
-    If none exists, they are the images of the class folders in data.root. Raises ConfigError if
-    data.root is no folder, there is no image, or a class is not in `class_names`.
+
+def split_name(folder: Path) -> str:
+    """Return the name of the split in `folder`: "validation" if it is called so, else "test"."""
+    return "validation" if folder.name in VALIDATION_FOLDERS else "test"
+
+
+def open_test_folder(config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
+    """Return the images in the folder test of data.root.
+
+    Raises ConfigError if there is no such folder, no image in it, or `class_names` lacks a class.
     """
     root = root_folder(config)
-    folder = first_folder(root, EVALUATION_FOLDERS[::-1]) or root
+    require(
+        (root / "test").is_dir(),
+        f"data.root={root} has no folder test: choose split=validation or split=train, or set"
+        " data.root to another folder of images",
+    )
+    return open_classes(root / "test", config, class_names)
+
+
+def open_other_folder(config: ImageFolderConfig, class_names: list[str]) -> tuple[str, ImageFiles]:
+    """Return the images in data.root that are best to evaluate on, and the name of their split.
+
+    They are in the first existing folder of test, val, validation and valid, or else in the class
+    folders of data.root. Raises ConfigError if data.root is not a folder, there is no image, or
+    `class_names` lacks a class.
+    """
+    root = root_folder(config)
+    folder = [*existing_folders(root, ("test", *VALIDATION_FOLDERS)), root][0]
+    return split_name(folder), open_classes(folder, config, class_names)
+
+
+def open_classes(folder: Path, config: ImageFolderConfig, class_names: list[str]) -> ImageFiles:
+    """Return the images in the class folders of `folder`; ConfigError: see `check_evaluation`."""
     files = load_index(folder, cache_folder(config))
     check_evaluation(files, class_names)
-    return image_files(files, class_names, config)
+    return ImageFiles(files, class_names, config)
 
 
 def root_folder(config: ImageFolderConfig) -> Path:
-    """Return the folder data.root; ConfigError if it is missing."""
+    """Return the path data.root; ConfigError if it is null or not a folder."""
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
     root = Path(os.path.expanduser(config.root or ""))
     require(
         root.is_dir(),
-        f"data.root={config.root} must be a folder of images, and there is no such folder",
+        f"data.root={config.root} must be a folder of images, and there is no such folder"
+        + similar_folder(root),
     )
     return root
 
 
-def first_folder(root: Path, names: Sequence[str]) -> Path | None:
-    """Return the first of the folders `names` in `root` that exists."""
-    return next((root / name for name in names if (root / name).is_dir()), None)
+def similar_folder(path: Path) -> str:
+    """Return ``; did you mean …?`` with a folder of a similar name beside `path`, or ""."""
+    with suppress(OSError):
+        names = [other.name for other in path.parent.iterdir() if other.is_dir()]
+        for name in get_close_matches(path.name, names, n=1, cutoff=0.8):
+            return f"; did you mean {shlex.quote(f'data.root={path.parent / name}')}?"
+    return ""
 
 
-def image_files(files: FileIndex, class_names: list[str], config: ImageFilesConfig) -> ImageFiles:
-    """Return the images of `files` as one split, with a cache if `config` asks for one."""
-    min_crop_area = config.augment.random_resized_crop or 1.0
-    images = ImageFiles(
-        files, class_names, image_size=config.image_size, min_crop_area=min_crop_area
-    )
-    if config.cache is Cache.uint8:
-        images.open_cache(cache_folder(config))
-    return images
+def existing_folders(root: Path, names: Sequence[str]) -> list[Path]:
+    """Return the folders with one of `names` in `root` that exist."""
+    return [root / name for name in names if (root / name).is_dir()]
 
 
-def cache_folder(config: ImageFilesConfig) -> Path:
-    """Return the folder for lists of files and caches: data.cache_dir, or that of the user."""
-    return user_cache() if config.cache_dir is None else Path(os.path.expanduser(config.cache_dir))
+def find_splits(root: Path, *, is_split: bool) -> list[Path]:
+    """Return the folder of training images and, unless `is_split`, the folder of evaluation images.
 
-
-def find_splits(root: Path, *, is_split: bool) -> tuple[Path, Path | None]:
-    """Return the folders of training and of evaluation images; None if `is_split`.
-
-    Evaluation images are then a part of the training images (data.validation_fraction). ConfigError
-    if a folder is missing.
+    is_split: evaluation images are a part of the training images (`DataConfig.holds_out`).
+    Raises ConfigError if a folder is missing.
     """
     if not (root / "train").is_dir():
+        check_is_root(root, is_split=is_split)
         require(
             is_split,
             f"data.root={root} has no folder train: make {root}/train/<class> and"
             f" {root}/val/<class>, or split the existing class folders with"
             " data.validation_fraction=0.2",
         )
-        return root, None
+        return [root]
     if is_split:
-        return root / "train", None
-    evaluation = first_folder(root, EVALUATION_FOLDERS)
+        return [root / "train"]
+    folders = existing_folders(root, EVALUATION_FOLDERS)
     require(
-        evaluation is not None,
+        bool(folders),
         f"data.root={root} has none of the folders {', '.join(EVALUATION_FOLDERS)}: make one, or"
         " set data.validation_fraction=0.2",
     )
-    return root / "train", evaluation
+    return [root / "train", folders[0]]
+
+
+def check_is_root(root: Path, *, is_split: bool) -> None:
+    """Check that `root` is not the folder of a class nor, unless `is_split`, of a split.
+
+    Raises:
+        ConfigError: it is one; the message has the settings for the folder of all images.
+    """
+    with path_errors():
+        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+    is_class = any(map(is_image, entries)) and sum(entry.is_dir() for entry in entries) < 2
+    path = Path(os.path.abspath(root))
+    split = path.parent if is_class else path
+    is_in_split = split.name in ("train", *EVALUATION_FOLDERS) and (split.parent / "train").is_dir()
+    if is_in_split and (is_class or not is_split):
+        kind = "class" if is_class else "split"
+        raise ConfigError(
+            f"data.root={root} is the folder of one {kind}: set"
+            f" {shlex.quote(f'data.root={split.parent}')}"
+        )
+    require(
+        not is_class,
+        f"data.root={root} has images, and not one folder of images for each class: if it is the"
+        f" folder of one class, set {shlex.quote(f'data.root={path.parent}')}"
+        " data.validation_fraction=0.2",
+    )
 
 
 def check_evaluation(files: FileIndex, class_names: list[str]) -> None:
-    """Check that there are images, and only of classes in `class_names`; else ConfigError."""
-    unknown = [name for name in files.class_names if name not in set(class_names)]
-    require(
-        not unknown,
-        f"{files.root} has the class {unknown and unknown[0]!r}, which the training images do not"
-        " have: remove it, or add images of this class to the training images",
-    )
+    """Check that `files` has images, and only of classes in `class_names`; ConfigError if not."""
+    for name in sorted(set(files.class_names) - set(class_names)):
+        raise ConfigError(
+            f"{files.root} has the class {name!r}, which the training images do not have: remove"
+            " it, or add images of this class to the training images"
+        )
     require(len(files) > 0, f"{files.root} has no images: add {IMAGE_FILES}")

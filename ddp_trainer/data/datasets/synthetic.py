@@ -1,4 +1,4 @@
-"""Noise around one random pattern per class: images of any shape, which a model can learn."""
+"""Random images of any shape: a pattern for each class, which a model can learn, and noise."""
 
 import torch
 
@@ -8,7 +8,7 @@ from ddp_trainer.distributed.seeding import generator
 
 
 def build_synthetic(config: SyntheticConfig) -> Datasets:
-    """Return noisy copies of one random pattern per class, a function of the config alone."""
+    """Return noisy copies of one random pattern per class, which depend on the config alone."""
     shape = (config.channels, config.height, config.width)
     patterns = torch.randint(
         256,
@@ -21,7 +21,7 @@ def build_synthetic(config: SyntheticConfig) -> Datasets:
         random = generator(config.seed, purpose=purpose)
         labels = torch.randint(config.num_classes, (count,), generator=random)
         noise = torch.randint(256, (count, *shape), dtype=torch.uint8, generator=random)
-        return ImageTensors(noise // 2 + patterns[labels] // 2, labels)
+        return ImageTensors(noise // 2 + patterns[labels] // 2, labels, center_crop=1)
 
     return Datasets(
         train=split(config.num_train, "train"),

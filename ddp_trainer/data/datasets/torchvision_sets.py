@@ -1,9 +1,9 @@
-"""The classification data sets of torchvision, by class name: in memory or as image files."""
+"""The classification data sets of torchvision, chosen by the name of their Python class."""
 
 import inspect
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +13,53 @@ from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 
 from ddp_trainer.config.data import TorchvisionDataConfig
-from ddp_trainer.config.errors import ConfigError, require, suggestion
+from ddp_trainer.config.errors import ConfigError, one_line, require, suggestion
 from ddp_trainer.data.dataset import Datasets, ImageTensors, Split, read_sample
-from ddp_trainer.data.datasets.image_folder import cache_folder, image_files
 from ddp_trainer.data.images.file_index import index_files
+from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.distributed.environment import user_cache
 from ddp_trainer.files import lock_file
 
 LOCK_SECONDS = 3600.0
 """How long a rank waits for another rank that downloads."""
-EVALUATION_SPLITS = ("test", "val", "valid")
-SAMPLES = ("samples", "_samples", "imgs")
-PATHS = ("_image_files", "_images")
-LABELS = ("targets", "_labels", "labels")
-"""Attributes of torchvision's classes with the (path, label), the path or the label of each image.
-"""
+VALIDATION_SPLITS = ("val", "valid", "validation")
+EVALUATION_SPLITS = ("test", *VALIDATION_SPLITS)
+"""Possible values of the argument `split` for evaluation, in the order in which they are tried."""
+SAMPLES = ("samples", "_samples")
+"""Attributes of torchvision's data sets with (path, label) of each image."""
+PATHS = (*SAMPLES, "_image_files", "_images")
+"""Attributes with the path of each image."""
+LABELS = (*SAMPLES, "targets", "_labels", "labels")
+"""Attributes with the label of each image."""
 USE_A_PLUGIN = "it is not supported; write a plug-in (docs/extending.md)"
 
 
 class UnknownSplitError(ConfigError):
-    """The class of torchvision has no split of that name."""
+    """A data set of torchvision has no split of the requested name."""
 
 
 def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
-    """Return torchvision's data set `config.dataset`.
+    """Return torchvision's data set `config.dataset`: in memory if possible, else as image files.
 
-    Raises ConfigError if there is no such data set, it is not in data.root, or its samples are not
-    images with a class.
+    Raises ConfigError if torchvision has no such data set, its files are not in data.root, or it
+    does not give one class for each image; TransientError if another process downloads too long.
     """
     kind = find_class(config.dataset)
     root = Path(os.path.expanduser(config.root)) if config.root else user_cache() / "torchvision"
     if config.download:
-        try:
+        with suppress(OSError):  # because torchvision reports a folder that it cannot write
             root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"data.root={root} must be a folder that can be written: {error.strerror}"
-            raise ConfigError(reason) from error
-    with ExitStack() as stack:
-        # also without a download, because ImageNet extracts its archives
-        if os.access(root, os.W_OK):
-            lock = root / ".download.lock"
-            holder = f"another process has been downloading to {root} for an hour: is it running?"
-            stack.enter_context(lock_file(lock, seconds=LOCK_SECONDS, holder=holder))
-        train, evaluation = open_splits(kind, root, config)
+    holder = f"another process has been downloading to {root} for an hour: is it running?"
+    lock = lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder)
+    # Lock also without a download, because the class ImageNet extracts archives into `root`.
+    with lock if os.access(root, os.W_OK) else nullcontext():
+        opened, eval_split = open_splits(kind, root, config)
 
-    class_names = names_of_classes(train)
-    first = as_split(train, class_names, config)
-    other = first if evaluation is train else as_split(evaluation, class_names, config)
-    return Datasets(train=first, eval=other, class_names=class_names)
+    class_names = names_of_classes(opened[0])
+    splits = [as_split(dataset, class_names, config) for dataset in opened]
+    return Datasets(
+        train=splits[0], eval=splits[-1], class_names=class_names, eval_split=eval_split
+    )
 
 
 def find_class(name: str) -> type:
@@ -69,7 +68,7 @@ def find_class(name: str) -> type:
         key
         for key in torchvision_datasets.__all__
         if "root" in inspect.signature(getattr(torchvision_datasets, key)).parameters
-        and not key.startswith("LSUN")  # which reads a pickle from the current folder
+        and not key.startswith("LSUN")  # because it loads a pickle from the current folder
     ]
     require(
         name in known,
@@ -78,19 +77,22 @@ def find_class(name: str) -> type:
     return getattr(torchvision_datasets, name)
 
 
-def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[Any, Any]:
-    """Return the objects of `kind` for training and evaluation.
+def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[list[Any], str]:
+    """Return objects of the class `kind` for training and evaluation, and the second one's name.
 
-    With data.validation_fraction, only the training split is opened, and returned twice.
-    ConfigError if there is no split for evaluation.
+    The name is "validation" or "test". With data.validation_fraction, the list has only the
+    training split. Raises ConfigError if a split cannot be read, or if there is no split for
+    evaluation.
     """
     first, *others = split_arguments(kind, config)
     train = open_split(kind, root, config, first)
-    if config.validation_fraction > 0:
-        return train, train
+    if config.holds_out:
+        return [train], "validation"
     for other in others:
         try:
-            return train, open_split(kind, root, config, other)
+            splits = [train, open_split(kind, root, config, other)]
+            is_validation = other.get("split") in VALIDATION_SPLITS
+            return splits, "validation" if is_validation else "test"
         except UnknownSplitError:
             if config.test_split:
                 raise
@@ -101,102 +103,109 @@ def open_splits(kind: type, root: Path, config: TorchvisionDataConfig) -> tuple[
 
 
 def split_arguments(kind: type, config: TorchvisionDataConfig) -> list[dict[str, Any]]:
-    """Return the arguments of `kind` for the training split, then for each possible evaluation.
+    """Return arguments of `kind` for the training split and for each possible evaluation split.
 
-    ConfigError if the config names a split, and the splits of `kind` are not chosen by name.
+    Raises ConfigError if the config names a split, but `kind` has no argument ``split``.
     """
     known = arguments_of(kind)
-    common = dict(config.arguments)
-    if "download" in known:
-        common["download"] = config.download
-
-    if "split" in known and "train" not in known:
+    splits: list[dict[str, Any]] = [{}]
+    if "train" in known:
+        splits = [{"train": True}, {"train": False}]
+    elif "split" in known:
         first = config.train_split or known["split"].default
         others = [config.test_split] if config.test_split else EVALUATION_SPLITS
-        return [common | {"split": name} for name in (first, *others)]
-
-    splits = {"train_split": config.train_split, "test_split": config.test_split}
-    named = " ".join(f"data.{key}={name}" for key, name in splits.items() if name)
+        splits = [{"split": name} for name in (first, *others)]
     require(
-        not named,
-        f"{named}: the splits of data.dataset={config.dataset} are not chosen by name: leave out"
-        " the key",
+        "split" in splits[0] or not (config.train_split or config.test_split),
+        f"data.train_split={config.train_split} and data.test_split={config.test_split} must be"
+        f" null: the splits of data.dataset={config.dataset} are not chosen by name",
     )
-    if "train" not in known:
-        return [common]
-    return [common | {"train": is_train} for is_train in (True, False)]
+    download = {"download": config.download} if "download" in known else {}
+    return [config.arguments | download | split for split in splits]
 
 
 def arguments_of(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the parameters of `kind` and of its base classes, which it may pass on, by name."""
-    known: dict[str, inspect.Parameter] = {}
-    for base in reversed(kind.__mro__[:-1]):  # without object
-        known |= inspect.signature(base).parameters
-    return known
+    """Return the parameters of `kind`, and of its bases, to which it may pass ``**kwargs``."""
+    return {
+        name: parameter
+        for base in reversed(kind.__mro__[:-1])  # without object
+        for name, parameter in inspect.signature(base).parameters.items()
+    }
 
 
 def open_split(
     kind: type, root: Path, config: TorchvisionDataConfig, arguments: dict[str, Any]
 ) -> Any:
-    """Return an object of `kind`; ConfigError if files are missing, or an argument is wrong."""
+    """Return an object of the class `kind`; UnknownSplitError if `kind` has no such split.
+
+    Raises ConfigError if a file or package is missing, a file is damaged, or an argument is wrong.
+    """
     name = f"data.dataset={config.dataset}"
+    try:
+        inspect.signature(kind).bind(str(root), **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.arguments={config.arguments} does not fit {config.dataset}: {error}"
+        ) from error
     try:
         return kind(str(root), **arguments)
     except ImportError as error:
         raise ConfigError(f"{name} needs {error.name}: pip install {error.name}") from error
     except TypeError as error:
         raise ConfigError(
-            f"data.arguments={config.arguments} does not fit {config.dataset}: {error}"
+            f"{name} cannot be opened with data.arguments={config.arguments} ({one_line(error)}):"
+            f" check the arguments and the files in data.root={root}"
         ) from error
     except Exception as error:  # a damaged file may raise anything
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         if "for argument split" in reason:
             raise UnknownSplitError(f"{name}: {reason}") from error
-        fix = "" if config.download else ", or set data.download=true"
+        fix = "make the download possible" if config.download else "set data.download=true"
         raise ConfigError(
-            f"{name} cannot be read from data.root={root} ({reason}): put its files there{fix}"
+            f"{name} cannot be read from data.root={root} ({reason}): put its files there, or {fix}"
         ) from error
 
 
 def names_of_classes(dataset: Any) -> list[str]:
-    """Return the names of the classes, or their numbers where the data set has no names."""
-    names = getattr(dataset, "classes", None) or list(getattr(dataset, "class_to_idx", ()))
+    """Return the names of the image classes, or their numbers if the data set has no names."""
+    names = getattr(dataset, "classes", None)
     if not names:
         return [str(number) for number in range(max(labels_of(dataset)) + 1)]
     first = [name if isinstance(name, str) else str(name[0]) for name in names]
-    # ImageNet has two classes named crane.
+    # A repeated name gets its class number, because ImageNet has two classes named crane.
     return [f"{name} ({n})" if first.count(name) > 1 else name for n, name in enumerate(first)]
 
 
 def as_split(dataset: Any, class_names: list[str], config: TorchvisionDataConfig) -> Split:
-    """Return `dataset` as a split: in memory if torchvision has it there, else as image files."""
+    """Return `dataset` as a split: in memory if torchvision has read it, else as image files."""
     labels = labels_of(dataset)
-    images = as_images(getattr(dataset, "data", None), count=len(dataset))
-    if images is not None and torch.equal(images[0], read_sample(dataset, 0)[0]):
-        return ImageTensors(images, torch.tensor(labels))
-    files = index_files(paths_of(dataset), labels, class_names, cache_folder(config))
-    return image_files(files, class_names, config)
+    images = images_in_memory(dataset)
+    if images is not None:
+        return ImageTensors(images, torch.tensor(labels), center_crop=1)
+    files = index_files(paths_of(dataset), labels, class_names)
+    return ImageFiles(files, class_names, config)
 
 
-def as_images(data: Any, *, count: int) -> Tensor | None:
-    """Return `data` as [N, C, H, W], or None if it is not `count` images.
+def images_in_memory(dataset: Any) -> Tensor | None:
+    """Return the images in the attribute ``data``, [N, C, H, W]; None if it has other content.
 
-    data: uint8 [N, H, W], [N, H, W, C] or [N, C, H, W].
+    In ``data``, torchvision has uint8 [N, H, W], [N, H, W, C] or [N, C, H, W]. The first image of
+    the result is compared with the first sample.
     """
-    if not isinstance(data, Tensor | np.ndarray) or len(data) != count:
+    data = getattr(dataset, "data", None)
+    if getattr(data, "ndim", 0) not in (3, 4):
         return None
     images = torch.as_tensor(data)
-    if images.dtype != torch.uint8 or images.ndim not in (3, 4):
-        return None
     if images.ndim == 3:
-        return images[:, None]
-    return images.permute(0, 3, 1, 2).contiguous() if images.shape[3] in (1, 3) else images
+        images = images[:, None]
+    elif images.shape[3] in (1, 3):
+        images = images.permute(0, 3, 1, 2).contiguous()
+    return images if torch.equal(images[0], read_sample(dataset, 0)[0]) else None
 
 
 def labels_of(dataset: Any) -> list[int]:
     """Return the label of each image; ConfigError if there is not one number for each image."""
-    samples = attribute(dataset, SAMPLES)
-    labels = attribute(dataset, LABELS) if samples is None else [label for _, label in samples]
+    labels = attribute(dataset, LABELS, column=1)
     try:
         return [int(label) for label in labels]
     except (TypeError, ValueError) as error:
@@ -208,9 +217,8 @@ def labels_of(dataset: Any) -> list[int]:
 
 def paths_of(dataset: Any) -> list[Path]:
     """Return the path of each image; ConfigError if the images are not files."""
-    samples = attribute(dataset, SAMPLES)
-    paths = attribute(dataset, PATHS) if samples is None else [path for path, _ in samples]
-    # FER2013 has pixels in place of paths.
+    paths = attribute(dataset, PATHS, column=0)
+    # FER2013 has pixels in place of paths in `_samples`.
     require(
         paths is not None and isinstance(paths[0], str | Path),
         f"data.dataset={type(dataset).__name__} has its images neither in memory nor in files:"
@@ -219,9 +227,14 @@ def paths_of(dataset: Any) -> list[Path]:
     return [Path(path) for path in paths or ()]
 
 
-def attribute(dataset: Any, names: Sequence[str]) -> Any:
-    """Return the first of the attributes `names` with a value for each image; None without one."""
-    values = (getattr(dataset, name, None) for name in names)
-    is_list = (list, tuple, np.ndarray, Tensor)
-    count = len(dataset)
-    return next((v for v in values if isinstance(v, is_list) and len(v) == count), None)
+def attribute(dataset: Any, names: Sequence[str], *, column: int) -> Any:
+    """Return the first attribute in `names` that has one value for each image; None if none has.
+
+    column: the index of the value in a pair, for the attributes in `SAMPLES`.
+    """
+    for name in names:
+        values = getattr(dataset, name, None)
+        is_list = isinstance(values, list | tuple | np.ndarray | Tensor)
+        if is_list and len(values) == len(dataset):
+            return [item[column] for item in values] if name in SAMPLES else values
+    return None

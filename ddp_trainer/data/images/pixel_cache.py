@@ -1,22 +1,20 @@
-"""The cache of a folder's images, scaled down, in files that all ranks of a node map.
+"""The cache of decoded, scaled-down images, in files that all ranks of a node map into memory.
 
-A cache is a folder with three files: `PIXELS` has uint8 [H, W, 3] of one image after another,
-`RECORDS` has a record for each image, and `BAD` has the reasons why images could not be decoded.
-The folder is built under another name, and renamed when it is complete. A build that was killed is
-continued after the last image whose bytes and record are whole.
+A cache is a folder with two files. `PIXELS` has the pixels of one image after another, uint8
+[H, W, 3]; for a bad image, it has the reason instead, as UTF-8. `RECORDS` has a `RECORD` for each
+image. The folder is built under another name, and renamed when it is complete. If a build is
+killed, the next build continues after the last image whose bytes and record are complete.
 """
 
 import errno
-import json
 import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,74 +24,72 @@ from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.dataset import BadImageError
 from ddp_trainer.data.images.file_index import Array
 from ddp_trainer.data.read_ahead import read_ahead
-from ddp_trainer.files import lock_file, replace_text
+from ddp_trainer.distributed.environment import usable_cores
+from ddp_trainer.files import lock_file
 from ddp_trainer.progress import show_progress
 
 PIXELS = "pixels"
 RECORDS = "records"
-BAD = "bad.jsonl"
-RECORD = np.dtype([("height", "<u4"), ("width", "<u4"), ("crc32", "<u4")])
-"""The sides of an image in pixels (0 if it is bad), and the checksum of its bytes."""
+RECORD = np.dtype([("end", "<i8"), ("height", "<u4"), ("crc32", "<u4")])
+"""End of the image's bytes in `PIXELS`, height (0: a bad image), CRC-32 of bytes and height."""
 LOCK_SECONDS = 7 * 24 * 3600.0
-"""How long a rank waits for another rank that builds the cache."""
+"""The longest time that a process waits for another process to build the cache."""
 AHEAD_PER_THREAD = 4
-
-Decoded = Tensor | BadImageError
+"""Number of images per thread that a build reads in advance."""
 
 
 class DamagedCacheError(RuntimeError):
-    """The bytes of the cache differ from those that were written."""
+    """The bytes of a cached image are not the bytes that were written."""
 
 
 class PixelCache:
-    """The decoded images of a split, from the files of `open_cache`, for any number of threads."""
+    """The cached images of a split; any number of threads may read at a time."""
 
-    def __init__(self, folder: Path, *, count: int) -> None:
-        """Map the cache of `count` images in `folder` into memory; ConfigError if it is damaged."""
+    def __init__(self, folder: Path, *, channels: int) -> None:
+        """Map the cache in `folder` into memory; ConfigError if it is damaged."""
         self.folder = folder
+        self.channels = channels
         self.records = read_records(folder)
-        lengths = sizes(self.records)
-        self._ends = lengths.cumsum()
-        is_whole = len(self.records) == count and (folder / PIXELS).stat().st_size == lengths.sum()
+        self._ends = np.append(0, self.records["end"])
+        is_increasing = bool((np.diff(self._ends) > 0).all())
         require(
-            is_whole, f"the cache {folder} is damaged: remove it, and the next run builds it again"
+            is_increasing and self._ends[-1] == (folder / PIXELS).stat().st_size,
+            f"the cache {folder} is damaged: remove it, and the next run builds it again",
         )
-        require(bool(lengths.any()), f"no image can be decoded: {folder / BAD} lists the reasons")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch cannot mark a tensor as read-only
             self.pixels = torch.from_numpy(np.memmap(folder / PIXELS, np.uint8, "r"))
-        self._is_checked = bytearray(count)
-        self.reasons = read_reasons(folder)
+        self._is_checked = bytearray(len(self.records))
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return an image, uint8 [3, H, W], as a view of the file; check it at the first read.
+        """Return image `index`, uint8 [C, H, W], as a view of the file; check it at the first read.
 
         Raises:
             BadImageError: the image could not be decoded when the cache was built.
-            DamagedCacheError: its bytes have changed since then.
+            DamagedCacheError: the image's bytes have changed since then.
         """
-        height, width, crc = self.records[index].tolist()
-        if height == 0:
-            raise BadImageError(self.reasons.get(index, "it could not be decoded"))
-        end = int(self._ends[index])
-        block = self.pixels[end - height * width * 3 : end]
+        _, height, crc = self.records[index].tolist()
+        start, end = self._ends[index : index + 2].tolist()
+        block = self.pixels[start:end]
         if not self._is_checked[index]:
-            if zlib.crc32(block.numpy().data) != crc:
+            if zlib.crc32(block.numpy().data, height) != crc:
                 raise DamagedCacheError(
                     f"the cache {self.folder} is damaged (its checksum differs): remove it, and"
                     " check disk and memory"
                 )
             self._is_checked[index] = True
-        return block.view(height, width, 3).permute(2, 0, 1)
+        if height == 0:
+            raise BadImageError(block.numpy().tobytes().decode(errors="replace"))
+        return block.view(height, -1, self.channels).permute(2, 0, 1)
 
 
 def open_cache(
-    folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
+    folder: Path, read: Callable[[int], Tensor], *, count: int, channels: int = 3
 ) -> PixelCache:
-    """Return the cache in `folder`, which one process of this node builds if there is none.
+    """Return the cache in `folder`. If there is none, one process of this node builds the cache.
 
-    read: returns the image with a number from 0 to count - 1, uint8 [3, H, W], or raises
-    BadImageError. task: the text beside the progress bar.
+    read: takes an index from 0 to `count` - 1, and returns the image, uint8 [C, H, W], or raises
+    BadImageError. Other errors of `read` end the build.
 
     Raises:
         ConfigError: the cache cannot be written, is damaged, or does not fit on the disk.
@@ -106,8 +102,8 @@ def open_cache(
             holder = f"another process has been building {folder} for a week: is it still running?"
             with lock_file(lock, seconds=LOCK_SECONDS, holder=holder):
                 if not folder.is_dir():
-                    build(folder, read, count=count, num_threads=num_threads, task=task)
-        return PixelCache(folder, count=count)
+                    build(folder, read, count=count)
+        return PixelCache(folder, channels=channels)
     except OSError as error:
         raise path_error(
             error,
@@ -116,34 +112,48 @@ def open_cache(
         ) from error
 
 
-def build(
-    folder: Path, read: Callable[[int], Tensor], *, count: int, num_threads: int, task: str
-) -> None:
-    """Write the cache beside `folder`, from where a killed build ended, and rename it.
+def build(folder: Path, read: Callable[[int], Tensor], *, count: int) -> None:
+    """Build the cache beside `folder`, or continue a killed build, and rename it to `folder`.
 
-    read, count, task: see `open_cache`. If the disk is full, raises ConfigError after removing what
-    was written, because other programs need the space.
+    read, count: see `open_cache`. If the disk is full, the written files are removed, because other
+    programs need the space, and ConfigError is raised.
     """
     building = folder.with_name(f"{folder.name}.building")
     building.mkdir(exist_ok=True)
+    for path in (building, building / PIXELS, building / RECORDS):
+        is_expected = path.is_dir() if path == building else is_single_file(path)
+        require(
+            is_expected and not path.is_symlink(),
+            f"{path} is a link or no file of a cache: remove it; somebody else may have made it",
+        )
     done = keep_whole_images(building)
+    num_threads = usable_cores()
+    images = read_ahead(
+        lambda pool, index: pool.submit(read, index),
+        range(done, count),
+        num_threads=num_threads,
+        ahead=num_threads * AHEAD_PER_THREAD,
+    )
     try:
         with (
             open(building / PIXELS, "ab") as pixels,
             open(building / RECORDS, "ab") as records,
-            open(building / BAD, "a") as reasons,
-            show_progress(task, total=count, done=done) as advance,
-            closing(decode_in_order(read, range(done, count), num_threads)) as images,
+            show_progress(
+                f"building a cache in {folder.parent}", total=count, done=done
+            ) as advance,
+            closing(images),
         ):
-            for index, image in enumerate(images, done):
-                record = write_image(pixels, reasons, index, image)
+            for image in images:
+                block, height = to_bytes(image)
+                pixels.write(block)
                 pixels.flush()
-                reasons.flush()
-                records.write(record)  # last: an image without its record is written again
+                record = (pixels.tell(), height, zlib.crc32(block, height))
+                # last, because after a kill only images with a record are kept
+                records.write(np.array(record, RECORD).tobytes())
                 records.flush()
                 done += 1
                 advance(1)
-            for file in (pixels, reasons, records):
+            for file in (pixels, records):
                 os.fsync(file.fileno())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -159,77 +169,39 @@ def build(
     os.rename(building, folder)
 
 
-def decode_in_order(
-    read: Callable[[int], Tensor], indices: range, num_threads: int
-) -> Generator[Decoded]:
-    """Yield images, decoded by threads, in order; a bad image is replaced by its BadImageError."""
-
-    def decode(index: int) -> Decoded:
-        try:
-            return read(index)
-        except BadImageError as error:
-            return error
-
-    def begin(pool: ThreadPoolExecutor, index: int) -> Future[Decoded]:
-        return pool.submit(decode, index)
-
-    ahead = num_threads * AHEAD_PER_THREAD
-    with closing(read_ahead(begin, indices, num_threads=num_threads, ahead=ahead)) as futures:
-        for future in futures:
-            yield future.result()
+def is_single_file(path: Path) -> bool:
+    """Return whether `path` is missing, or is a file that has no other name (no hard link)."""
+    return not path.exists() or (path.is_file() and path.stat().st_nlink == 1)
 
 
-def write_image(pixels: BinaryIO, reasons: Any, index: int, image: Decoded) -> bytes:
-    """Append an image to `pixels`, or its error to `reasons`; return its `RECORD`."""
-    if isinstance(image, BadImageError):
-        reasons.write(json.dumps([index, str(image)]) + "\n")
-        return np.array((0, 0, 0), RECORD).tobytes()
-    block = image.permute(1, 2, 0).contiguous().numpy()
-    pixels.write(block.data)
-    return np.array((*block.shape[:2], zlib.crc32(block.data)), RECORD).tobytes()
+def to_bytes(image: Future[Tensor]) -> tuple[bytes | memoryview, int]:
+    """Return the bytes and the height of an image; for a bad image, the reason as UTF-8, and 0."""
+    try:
+        pixels = image.result().permute(1, 2, 0).contiguous().numpy()
+    except BadImageError as error:
+        return str(error).encode(), 0
+    return pixels.data, len(pixels)
 
 
 def keep_whole_images(building: Path) -> int:
     """Truncate the files after the last complete image; return the number of complete images."""
-    for name in (PIXELS, RECORDS, BAD):
+    for name in (PIXELS, RECORDS):
         (building / name).touch()
-    records = read_records(building)
-    reasons = read_reasons(building)
-    ends = sizes(records).cumsum()
-    count = int(np.searchsorted(ends, (building / PIXELS).stat().st_size, side="right"))
-    with open(
-        building / PIXELS, "rb"
-    ) as pixels:  # in full, because a host that lost power may have lost some pages
-        for index, record in enumerate(records[:count]):
-            height, width, crc = record.tolist()
-            if zlib.crc32(pixels.read(height * width * 3)) != crc or (
-                height == 0 and index not in reasons
-            ):
-                count = index
+    start = count = 0
+    size = (building / PIXELS).stat().st_size
+    with open(building / PIXELS, "rb") as pixels:
+        # All bytes are read, because a host that lost power may have lost some pages of the file.
+        for end, height, crc in read_records(building).tolist():
+            if not start < end <= size or zlib.crc32(pixels.read(end - start), height) != crc:
                 break
-    whole = [json.dumps([index, text]) + "\n" for index, text in reasons.items() if index < count]
-    replace_text(building / BAD, "".join(whole))
-    os.truncate(building / PIXELS, int(ends[count - 1]) if count else 0)
+            start = end
+            count += 1
+    os.truncate(building / PIXELS, start)
     os.truncate(building / RECORDS, count * RECORD.itemsize)
     return count
 
 
 def read_records(folder: Path) -> Array:
-    """Return the image records in `folder`; an incomplete last record is ignored."""
+    """Return the records in `folder`, [images] of `RECORD`; an incomplete last one is ignored."""
     data = (folder / RECORDS).read_bytes()
-    return np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
-
-
-def sizes(records: Array) -> Array:
-    """Return the size of each image in bytes: int64 [N]."""
-    return records["height"].astype(np.int64) * records["width"] * 3
-
-
-def read_reasons(folder: Path) -> dict[int, str]:
-    """Return the reason for each bad image by its index; a line that was cut off is ignored."""
-    reasons = {}
-    for line in (folder / BAD).read_text().splitlines():
-        with suppress(ValueError):
-            index, reason = json.loads(line)
-            reasons[index] = reason
-    return reasons
+    return np.frombuffer(data, RECORD, len(data) // RECORD.itemsize)

@@ -1,21 +1,16 @@
-"""The node check on all nodes but the head: they compare settings, report, and get the result."""
+"""The node check on each node except the head: compares settings, reports, gets the result."""
 
 import asyncio
 import os
 import secrets
+import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
 from ipaddress import ip_address
 
 from ddp_trainer.config.errors import ConfigError, TransientError
-from ddp_trainer.launchers.network import (
-    ANSWER_SECONDS,
-    call_with_timeout,
-    check_port,
-    connect,
-    listen,
-)
+from ddp_trainer.launchers.network import ANSWER_SECONDS, JOB_KEY, connect, find_port_error, listen
 from ddp_trainer.launchers.node_check.messages import (
     Message,
     StartError,
@@ -26,9 +21,7 @@ from ddp_trainer.launchers.node_check.messages import (
 from ddp_trainer.launchers.node_check.node import RDZV_ID, NodeInfo, PortTakenError
 
 CLOCK_SECONDS = 5.0
-"""Seconds by which two clocks may differ. An elastic job treats a node as dead whose clock is 15 s
-behind another's.
-"""
+"""Seconds by which two clocks may differ, so that times in logs and error files can be compared."""
 OTHERS_SECONDS = 5.0
 """Seconds for which a node tries again if another program, or the head of another job, listens at
 the head's port.
@@ -36,7 +29,13 @@ the head's port.
 
 
 async def ask_head(node: NodeInfo, error: ConfigError | None) -> None:
-    """Return when this node can start; else raise the reason. error: an error of this node."""
+    """Wait until the head reports that the nodes can start.
+
+    error: an error that was found on this node; the head gets it with the report.
+
+    Raises:
+        ConfigError, TransientError: the reason why the nodes cannot start.
+    """
     key = node.key()
     deadline = time.monotonic() + node.timeout
     while True:
@@ -67,11 +66,11 @@ async def attempt(node: NodeInfo, key: bytes, error: ConfigError | None) -> Star
         try:
             challenge, is_signed = await receive(reader, key, "", ANSWER_SECONDS)
         except (OSError, ValueError) as failure:
-            # a TCPStore sends nothing before its client
+            # a TCPStore sends nothing first, so a timeout may mean that the job already runs
             if isinstance(failure, TimeoutError) and is_running(node):
                 return None
             raise node.port_taken() from None
-        cause = error or (await find_difference(node, challenge) if is_signed else None)
+        cause = error or (await find_error(node, challenge) if is_signed else None)
         report = Message(
             rank=node.node_rank,
             address=node.address,
@@ -81,11 +80,10 @@ async def attempt(node: NodeInfo, key: bytes, error: ConfigError | None) -> Star
             speeds=node.speeds,
             name=node.name,
         )
-        # an unsigned report only shows the head that this node exists
+        # without a common key, the report only helps the head to name this node in its error
         writer.write(report.encode(key if is_signed else b"", challenge.nonce))
         if not is_signed:
-            node.check_settings(challenge.settings)
-            raise node.port_taken()
+            raise node.find_difference(challenge.settings) or node.port_taken()
         with suppress(OSError, ValueError):
             result, is_signed = await receive(reader, key, report.nonce, node.timeout + 10)
             if is_signed:
@@ -96,49 +94,56 @@ async def attempt(node: NodeInfo, key: bytes, error: ConfigError | None) -> Star
 
 
 def decode_result(node: NodeInfo, result: Message) -> StartError | None:
-    """Return the error in the result of the head, which names this node or that it was stopped."""
+    """Return the error in the result of the head; None if the nodes can start.
+
+    An error of another node gets the prefix that the head has stopped this node.
+    """
     cause = decode_error(result.error)
     if cause is None or str(cause).startswith(f"node {node.node_rank} "):
         return cause
     return type(cause)(f"node {node.node_rank}: stopped by the head: {cause}")
 
 
-async def find_difference(node: NodeInfo, head: Message) -> StartError | None:
-    """Compare settings and clock with the head, and try its second port; return an error."""
+async def find_error(node: NodeInfo, head: Message) -> StartError | None:
+    """Return an error if settings or clock differ from the head's, or its second port is closed.
+
+    head: the challenge of the head. None: there is no error.
+    """
+    if difference := node.find_difference(head.settings):
+        return difference
     behind = head.time - time.time()
-    try:
-        node.check_settings(head.settings)
-        if abs(behind) > CLOCK_SECONDS:
-            raise TransientError(
-                f"its clock is {abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the"
-                " head's, and in an elastic job torchrun treats a node that is 15 s behind as"
-                " dead: synchronize all clocks (chrony or ntp)"
-            )
-        await check_port(head.address, head.port, "it cannot reach the head")
-    except (ConfigError, TransientError) as error:
-        return error
-    return None
+    if abs(behind) > CLOCK_SECONDS:
+        return TransientError(
+            f"its clock is {abs(behind):.0f} s {'behind' if behind > 0 else 'ahead of'} the head's:"
+            " synchronize all clocks (chrony or ntp)"
+        )
+    return await find_port_error(head.address, head.port, "it cannot reach the head")
 
 
 def is_running(node: NodeInfo) -> bool:
-    """Return whether an elastic job runs already: its store answers at the head's port."""
+    """Return whether this elastic job already runs: its store answers at the head's port."""
     if node.min_nodes == node.max_nodes:
         return False
-    from torch.distributed import TCPStore  # takes seconds
+    from torch.distributed import TCPStore  # the import takes seconds
 
-    key = f"torch.rendezvous.{node.config[RDZV_ID]}"
+    key = f"{JOB_KEY}/{node.config[RDZV_ID]}"
     second = timedelta(seconds=1)
-    try:  # with a timeout, because torch itself can wait for ever
-        return call_with_timeout(
-            lambda: TCPStore(*node.head, wait_for_workers=False, timeout=second).check([key]),
-            ANSWER_SECONDS,
-        )
-    except (OSError, RuntimeError, ValueError, MemoryError):  # not the answer of a store
-        return False
+    answers = []
+
+    def ask() -> None:
+        with suppress(OSError, RuntimeError, ValueError, MemoryError):  # no store answers
+            store = TCPStore(*node.head, wait_for_workers=False, timeout=second)
+            answers.append(store.check([key]))
+
+    # a daemon thread, because TCPStore may wait for ever despite its timeout
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(ANSWER_SECONDS)
+    return answers == [True]
 
 
 def no_connection(node: NodeInfo, error: OSError) -> TransientError:
-    """Return the message for `error`, with which the connection to the head has failed."""
+    """Return the error to raise after `error`, which the connection to the head has raised."""
     address, port = node.head
     target = f"{address}:{port}"
     if isinstance(error, TimeoutError):

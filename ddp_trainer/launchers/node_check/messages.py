@@ -1,4 +1,4 @@
-"""The messages between a node and the head: one line each, a signature in hex and then JSON."""
+"""The messages between a node and the head: each is one line, a signature in hex and then JSON."""
 
 import asyncio
 import hmac
@@ -13,11 +13,11 @@ StartError = ConfigError | TransientError
 """The reason why the nodes cannot start."""
 MAX_TEXT = 500
 LIMITS = {int: 2**16, float: 1e11}
-"""The numbers that are too large, by type."""
+"""The exclusive upper limit of numbers, by type."""
 
 
 def is_valid(value: Any, hint: Any) -> bool:
-    """Return whether a received value is of the type `hint` and within bounds."""
+    """Return whether a received value has the type `hint` and is within `MAX_TEXT` and `LIMITS`."""
     if hint is str:
         return isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable()
     if hint in LIMITS:
@@ -35,13 +35,13 @@ class Message:
     rank: int
     address: str
     port: int
-    """A free port on which the sender listens; the receiver tests that it can connect to it."""
+    """A port on which the sender listens, so that the receiver can test whether it can connect."""
     nonce: str = ""
-    """A random text in the answer's signature, so that an answer recorded earlier is not valid."""
+    """A random text that the answer's signature includes, so that an old answer is not valid."""
     time: float = 0
     settings: dict[str, str] = field(default_factory=dict)
     error: str = ""
-    """In a report the error of the node, in a result that of the job, from `encode_error`."""
+    """In a report the node's error, in a result the job's error, as `encode_error` returns it."""
     speeds: dict[str, float] = field(default_factory=dict)
     name: str = ""
 
@@ -51,7 +51,7 @@ class Message:
         ip_address(self.address)
 
     def encode(self, key: bytes, nonce: str = "") -> bytes:
-        """Return the line to send. nonce: that of the message which this one answers."""
+        """Return the line to send. nonce: the nonce of the message that this message answers."""
         body = json.dumps(asdict(self)).encode()
         return hmac.digest(key, nonce.encode() + body, "sha256").hex().encode() + body + b"\n"
 
@@ -59,7 +59,13 @@ class Message:
 async def receive(
     reader: asyncio.StreamReader, key: bytes, nonce: str, seconds: float
 ) -> tuple[Message, bool]:
-    """Return the next message, and whether it is signed; OSError or ValueError if none comes."""
+    """Return the next message, and whether its signature is valid.
+
+    nonce: the nonce of the message that it answers. seconds: the time limit.
+
+    Raises:
+        OSError, ValueError: no message came in time, or the line is not a message.
+    """
     async with asyncio.timeout(seconds):
         line = await reader.readline()
     try:
@@ -70,7 +76,7 @@ async def receive(
 
 
 def encode_error(error: StartError | None) -> str:
-    """Return exit code and message of an error as one line, such as ``2 node 1 …``; "" for None."""
+    """Return an error as one line of exit code and message, such as ``2 node 1 …``; "" for None."""
     if error is None:
         return ""
     code = USER_ERROR if isinstance(error, ConfigError) else FAILURE
@@ -78,7 +84,7 @@ def encode_error(error: StartError | None) -> str:
 
 
 def decode_error(text: str) -> StartError | None:
-    """Return the error from which `encode_error` has returned `text`."""
+    """Return the error that `encode_error` has encoded as `text`; None for ""."""
     if not text:
         return None
     code, _, message = text.partition(" ")

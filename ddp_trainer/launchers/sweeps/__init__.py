@@ -7,7 +7,7 @@ from ddp_trainer.launchers.sweeps.torchrun import TorchrunLauncherConfig
 
 
 def register_launchers() -> None:
-    """Register ``hydra/launcher=torchrun`` and ``slurm``, not for other programs with Hydra."""
+    """Register ``hydra/launcher=torchrun`` and ``slurm``, which other Hydra programs do not see."""
     store = ConfigStore.instance()
     store.store(group="hydra/launcher", name="torchrun", node=TorchrunLauncherConfig)
     store.store(group="hydra/launcher", name="slurm", node=SlurmLauncherConfig)

@@ -2,9 +2,10 @@
 
 import re
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_trainer.config.composition import job_dir, to_config
 from ddp_trainer.config.errors import ConfigError, JobError, check_values, require
 from ddp_trainer.config.messages import format_config_error
+from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
-from ddp_trainer.training.summary import Status, Summary
+from ddp_trainer.launchers.job_file import summary_since
+from ddp_trainer.launchers.sweeps.results import Row, add_result, score_of
+from ddp_trainer.training.summary import Status
 
 
 @dataclass(kw_only=True)
@@ -34,32 +38,51 @@ class Job:
     """The name of the job in messages: its number and the overrides that differ between jobs."""
     config: Config
     run_dir: Path
+    overrides: list[str]
+    """The overrides of the job, ``key=value``."""
     result: float | JobError | None = None
-    """Best top-1, or the error with which the job failed; None: the job has not run yet."""
+    """The best score, or the error with which the job failed; None: the job has not run yet."""
+    seconds: float | None = None
+    """The time of training and evaluation; None: unknown."""
+    began: float = field(default_factory=time.time)
+    """Unix seconds; an older summary.json is that of an earlier launch."""
 
     def finish(self, failure: str | None) -> None:
-        """Set `result` from summary.json; to an error if there is a `failure` or it was stopped."""
+        """Set `result` from summary.json, or to an error if the job failed or was stopped.
+
+        failure: the reason why the job failed; None: it ended without an error.
+        """
         if failure is None:
             try:
-                summary = Summary.from_json((self.run_dir / "summary.json").read_text())
-                self.result = summary.best_top1
+                summary = summary_since(self.began, self.run_dir)
+                self.result = score_of(summary)
+                self.seconds = summary.seconds
                 if summary.status is Status.stopped:
                     failure = "stopped before its end, with a checkpoint saved"
-            except OSError as error:
-                failure = f"summary.json cannot be read: {error.strerror}"
-            except ValueError as error:
-                failure = f"summary.json is damaged: {error}"
+            except (OSError, ValueError) as error:
+                failure = f"summary.json cannot be used: {error}"
         if failure is not None:
             self.result = JobError(f"{self.label} in {self.run_dir}: {failure}")
 
+    def row(self) -> Row:
+        """Return the row of this job in the table of results."""
+        return Row(
+            overrides=self.overrides,
+            run_dir=self.run_dir,
+            score=self.result if isinstance(self.result, float) else None,
+            select_by=self.config.select_by,
+            is_higher_better=is_higher_better(self.config.select_by, self.config.metric),
+            seconds=self.seconds,
+        )
+
 
 class JobLauncher(Launcher):
-    """Composes and checks the jobs of a sweep, runs them, and returns the best top-1 of each."""
+    """Composes and checks the jobs of a sweep, runs them, and returns the best score of each."""
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Store the config; ConfigError if an option is bad or torchrun started this process."""
+        """Store the config; ConfigError if an option is wrong or torchrun started this process."""
         launcher = config.hydra.runtime.choices["hydra/launcher"]
         require(
             not read_environment().under_torchrun,
@@ -82,8 +105,10 @@ class JobLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run jobs and return their results. First print the errors of bad configs; if all are bad,
-        raise the first.
+        """Run the jobs of a sweep, and return a result for each.
+
+        A job with a wrong config does not run: its error is printed before the others start. If the
+        configs of all jobs are wrong, the first error is raised.
         """
         jobs: dict[Path, Job] = {}
         numbered = enumerate(job_overrides, initial_job_idx)
@@ -94,15 +119,23 @@ class JobLauncher(Launcher):
         for error in errors:
             print(f"error: {error}", file=sys.stderr, flush=True)
         self.run(list(jobs.values()))
+        for job in jobs.values():
+            add_result(job.row())
         results = [job.result if isinstance(job, Job) else job for job in outcomes]
-        print_failures(results)
+        failed = [str(result) for result in results if isinstance(result, JobError)]
+        if failed:
+            text = f"{len(failed)} of {len(results)} jobs failed: {'; '.join(failed)}"
+            print(text, file=sys.stderr, flush=True)
         return [
             Return(overrides, status=JobStatus.COMPLETED, _return_value=result)
             for overrides, result in zip(job_overrides, results, strict=True)
         ]
 
     def compose(self, overrides: list[str], number: int, jobs: dict[Path, Job]) -> Job | JobError:
-        """Return job `number`, added to `jobs` by run directory, or the error of its config."""
+        """Return job `number` and add it to `jobs`, or return the error of its config.
+
+        If `jobs` already has a job with the same config, that job is returned.
+        """
         task = self.config.hydra.overrides.task
         swept = [override for override in overrides if override not in task]
         label = f"job {number} ({' '.join(swept)})" if swept else f"job {number}"
@@ -110,32 +143,27 @@ class JobLauncher(Launcher):
             composed = self.loader.load_sweep_config(self.config, overrides)
             with open_dict(composed):
                 composed.hydra.job.id = composed.hydra.job.num = number
-            HydraConfig.instance().set_config(composed)
-            keys = [str(key) for key in composed if key != "hydra"]
-            config = to_config(OmegaConf.masked_copy(composed, keys))
+                HydraConfig.instance().set_config(composed)
+                del composed.hydra  # this section is not part of `Config`
+            config = to_config(composed)
             config.check_world_size(self.world_size(config.device))
             run_dir = job_dir(config.output_dir, config.name)
-            job = Job(number=number, label=label, config=config, run_dir=run_dir)
-            # a sweeper may propose a job twice: the job runs once
+            job = Job(
+                number=number, label=label, config=config, run_dir=run_dir, overrides=overrides
+            )
+            # a sweeper may propose the same job twice, which then runs once
             first = jobs.setdefault(run_dir, job)
             require(
                 first.config == config,
-                f"{run_dir} is the run directory of {first.label} too: sweep over keys that change"
-                " the training (device does not, for example)",
+                f"{run_dir} is the run directory of {first.label} too, because some keys, such as"
+                " device and max_steps, are part of its name only if the command line or"
+                " hydra.sweeper.params gives them several values: do so, or sweep over other keys",
             )
             return first
         except (ConfigError, OmegaConfBaseException, HydraException) as error:
             failure = JobError(f"{label} cannot run: {format_config_error(error, overrides)}")
             failure.__cause__ = error
             return failure
-
-
-def print_failures(results: Sequence[object]) -> None:
-    """Print the errors among the results of jobs, if there are any."""
-    failed = [str(result) for result in results if isinstance(result, JobError)]
-    if failed:
-        text = f"{len(failed)} of {len(results)} jobs failed: {'; '.join(failed)}"
-        print(text, file=sys.stderr, flush=True)
 
 
 class Return(JobReturn):
@@ -149,7 +177,7 @@ class Return(JobReturn):
 
 
 def last_error(log: Path) -> str | None:
-    """Return the text after "error: " in the last such line of a file; None if it has none."""
+    """Return the rest of the last line of `log` that begins with "error: "; None without one."""
     text = log.read_text(errors="replace") if log.exists() else ""
     errors = re.findall(r"^error: (.+)", text, re.MULTILINE)
     return errors[-1] if errors else None

@@ -1,6 +1,6 @@
 """``hydra/launcher=slurm``: submits launch/slurm.sbatch for each job of a sweep.
 
-It does not use submitit, because submitit runs pickled functions and requeues in its own way.
+It does not use submitit, because submitit runs pickled functions and has its own way to requeue.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class SlurmLauncherConfig:
     cpus_per_task: int | None = setting(None, POSITIVE)
     """Cores per SLURM task; without ntasks_per_node a node has one task, also with several GPUs."""
     time: str | None = None
-    """Time limit of a job, in minutes or as 'hours:minutes:seconds', after which it is requeued."""
+    """Time limit of a job, in minutes or as 'hours:minutes:seconds'; the job is then requeued."""
     partition: str | None = None
     """SLURM partition of the jobs."""
     sbatch_args: list[str] = setting([])
@@ -77,24 +77,28 @@ class SlurmLauncher(JobLauncher):
                     job.finish(str(error))
             while submitted:
                 time.sleep(self.poll_seconds)
-                # the controller is busy or being restarted; it keeps the jobs
+                # SLURM's controller is busy or restarts, but it keeps the jobs: ask again
                 with suppress(TransientError):
                     for job_id in submitted.keys() - queued_jobs().values():
                         self.finish(job_id, submitted.pop(job_id))
         except KeyboardInterrupt:
-            ids = " ".join(submitted)
-            fix = f"scancel {ids} ends them, and the same command waits for them"
-            print(f"the jobs stay in SLURM: {fix}", flush=True)
+            if submitted:
+                fix = (
+                    f"scancel {' '.join(submitted)} ends them, and the same command waits for them"
+                )
+                print(f"the jobs stay in SLURM: {fix}", flush=True)
             sys.exit(1)
 
     def submit(self, job: Job, queued: dict[str, str]) -> str:
-        """Submit a job, unless `queued` (ids by name) has it already, and return its SLURM id."""
+        """Submit a job, unless it is in `queued` (ids by name) already, and return its SLURM id."""
         job_file, log = files_of(job)
         if job_id := queued.get(job_file.stem):
             print(f"{job.label}: already in SLURM as {job_id}, {log}", flush=True)
+            with suppress(OSError):
+                job.began = job_file.stat().st_mtime  # when it was submitted
             return job_id
         write_job(job_file, to_builtins(job.config), job.run_dir)
-        log.unlink(missing_ok=True)  # SLURM appends to it, because a job may be requeued
+        log.unlink(missing_ok=True)  # because slurm.sbatch makes SLURM append to it
         options = {"job_name": job_file.stem, "output": log} | self.options
         flags = [
             f"--{key.replace('_', '-')}={value}"
@@ -105,7 +109,7 @@ class SlurmLauncher(JobLauncher):
         answer = slurm(
             "sbatch", "--parsable", *flags, *self.sbatch_args, str(script), f"base={job_file}"
         )
-        job_id = answer.partition(";")[0]  # the name of the cluster may follow
+        job_id = answer.partition(";")[0]  # sbatch may print ID;CLUSTER
         print(f"{job.label}: SLURM job {job_id}, {log}", flush=True)
         return job_id
 
@@ -117,12 +121,15 @@ class SlurmLauncher(JobLauncher):
             state = slurm("squeue", f"--jobs={job_id}", "--states=all", "--noheader", "--format=%T")
         failure = last_error(log) or f"SLURM job {job_id} ended as {state}, see {log}"
         job.finish(None if state in ("COMPLETED", "") else failure)
-        result = job.result if isinstance(job.result, JobError) else "done"
-        print(f"{job.label}: {result}", flush=True)
+        is_failed = isinstance(job.result, JobError)
+        print(f"failed: {job.result}" if is_failed else f"{job.label}: done", flush=True)
 
 
 def files_of(job: Job) -> tuple[Path, Path]:
-    """Return the paths of job file and log: the name of the job in SLURM, and .json or .log."""
+    """Return the paths of a job's job file and log: the job's name in SLURM with .json and .log.
+
+    The name depends only on the job, so that a repeated sweep finds the job in the queue.
+    """
     identity = f"{config_digest(job.config)} {job.run_dir.absolute()}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', job.config.name)}-{digest}"
@@ -137,10 +144,14 @@ def queued_jobs() -> dict[str, str]:
 
 
 def slurm(*command: str) -> str:
-    """Run a SLURM command, without the variables of a job around this process; return its output.
+    """Run a SLURM command and return its output.
 
-    ConfigError if it is not installed or sbatch refuses the job; TransientError if squeue fails or
-    SLURM does not answer.
+    The command gets no variables of a SLURM job in which this process runs, because a new job would
+    inherit them.
+
+    Raises:
+        ConfigError: the command is not installed, or sbatch refuses the job.
+        TransientError: squeue fails, or SLURM does not answer.
     """
     kept = {
         key: value

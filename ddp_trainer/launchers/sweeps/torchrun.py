@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from ddp_trainer.launchers.sweeps.base import Job, JobLauncher, last_error
 
 POLL_SECONDS = 0.1
 STOP = "stop"
-"""The name of the file that stops all jobs of a sweep gracefully."""
+"""The name of the file whose creation stops all jobs of a sweep gracefully."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class TorchrunLauncherConfig:
 
     _target_: str = "hydra_plugins.ddp_trainer.TorchrunLauncher"
     nproc_per_node: int | None = setting(None, POSITIVE)
-    """Ranks per job; null: one per GPU of the job, without GPUs usable cores / max_parallel."""
+    """Ranks per job; null: one per GPU of the job, or without GPUs usable cores / max_parallel."""
     max_parallel: int = setting(1, POSITIVE)
     """Number of jobs that run at the same time; GPUs and cores are split between them."""
 
@@ -47,7 +47,7 @@ class TorchrunLauncher(JobLauncher):
     @cached_property
     def gpus(self) -> list[str]:
         """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-        import torch  # takes seconds, and jobs on CPUs do not need it here
+        import torch  # here, because the import takes seconds and CPU jobs do not need it
 
         return visible_gpus(torch.cuda.device_count())
 
@@ -83,10 +83,9 @@ class TorchrunLauncher(JobLauncher):
                     self.run_job(job, slot, Path(folder))
 
             workers = [pool.submit(run_jobs, slot) for slot in range(self.max_parallel)]
-            while not all(worker.done() for worker in workers):
+            while wait(workers, timeout=POLL_SECONDS).not_done:
                 if stop.poll():
                     Path(folder, STOP).touch()
-                time.sleep(POLL_SECONDS)
             for worker in workers:
                 worker.result()  # raises the worker's exception
         if stop.is_set:
@@ -100,7 +99,7 @@ class TorchrunLauncher(JobLauncher):
     def run_job(self, job: Job, slot: int, folder: Path) -> None:
         """Run a job on share `slot` of the GPUs, print its output, and set its result.
 
-        folder: where the job file and the output of the job are written.
+        folder: the folder for the job file and the output of the job.
         """
         log = folder / f"job-{job.number}.log"
         try:
@@ -134,7 +133,7 @@ class TorchrunLauncher(JobLauncher):
         job_file = log.with_suffix(".json")
         write_job(job_file, to_builtins(config), job.run_dir)
         variables = {
-            "OMP_NUM_THREADS": "1",  # without it torchrun prints a warning
+            "OMP_NUM_THREADS": "1",  # or torchrun prints a warning
             "DDP_TRAINER_STOP_FILE": str(log.with_name(STOP)),
             "DDP_TRAINER_COMMAND": shlex.join(["python", "-m", "ddp_trainer", *sys.argv[1:]]),
         }
@@ -160,6 +159,6 @@ class TorchrunLauncher(JobLauncher):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # so that Ctrl-C reaches only the sweep, which stops its jobs gracefully
+                # so that Ctrl-C reaches only this program, which stops its jobs gracefully
                 start_new_session=True,
             )

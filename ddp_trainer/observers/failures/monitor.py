@@ -1,12 +1,20 @@
 """The failure monitor: one report of the root cause, and no rank that hangs or is left alone.
 
-Each rank publishes its status in a store with every heartbeat. The first rank to report a failure
-is the root cause, and the others report nothing. A rank without heartbeats is reported by its
-neighbour. A rank that is killed cannot report anything, so it writes its error file in advance,
-with every heartbeat; torchrun prints the file.
+Each rank publishes its status in a store with every heartbeat. The first reported failure is the
+root cause, and the other ranks report nothing. Each rank checks the heartbeats of the next rank,
+and reports that rank if they stop. A rank that is killed cannot report anything, so it writes its
+error file in advance, with every heartbeat; torchrun prints the file.
+
+If one of two ranks is killed, the other one's next collective fails, or its monitor misses the
+heartbeats. torchrun sends it SIGTERM, which only sets the flag of the graceful stop: the rank ends
+when its collective has failed. It reports nothing and saves no new checkpoint, but it finishes a
+checkpoint that is being written. If its collective does not fail, its monitor or torchrun ends it.
+torchrun then prints the error file of the killed rank. The next launch resumes from the newest
+checkpoint, so that the steps since then are repeated.
 """
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -24,32 +32,42 @@ import torch.distributed as dist
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.graceful_stop import GracefulStop
-from ddp_trainer.distributed.waiting import is_waiting, record_progress
-from ddp_trainer.distributed.world import World
+from ddp_trainer.distributed.world import (
+    RoundEndedError,
+    World,
+    is_waiting,
+    record_progress,
+)
 from ddp_trainer.observers.failures.report import REPORTED, Reporter, error_lines
-from ddp_trainer.observers.failures.stacks import PROCESSES, STACKS, StackExchange
+from ddp_trainer.observers.failures.stacks import PROCESSES, STACKS, StackExchange, with_stack
 from ddp_trainer.observers.failures.status import (
     ProgressClock,
     RankStatus,
     StatusBoard,
     absent_ranks,
     grouped_lines,
+    mismatch,
     stacks_text,
 )
 from ddp_trainer.registry import PluginError
 from ddp_trainer.training.phase import MAY_TAKE_ANY_TIME, Phase
 from ddp_trainer.training.run import Observer
 
+logger = logging.getLogger(__name__)
+
 HEARTBEAT_SECONDS = 1.0
 MIN_SILENCE_SECONDS = 5 * HEARTBEAT_SECONDS
 """A shorter silence is no failure, because the thread may have to wait for the GIL or for a core.
 """
 STILL_SHARE = 0.8
-"""A rank that computes is stuck after this share of `timeout_seconds` without progress."""
+"""A computing rank counts as stuck after this share of `timeout_seconds` without progress."""
 MAX_GROUPS = 12
 """The largest number of lines about the positions of ranks in a report on the console."""
 GRACE_SECONDS = 5.0
-"""How long a rank that is not the root cause waits to be ended by the launcher."""
+"""How long a rank that is not the root cause waits for the launcher's SIGTERM.
+
+After SIGTERM it exits with 0. Without SIGTERM, the monitor's thread ends it with exit status 1.
+"""
 EMIT_SECONDS = 2.0
 """How long `emit_failure` may take, because a file system may not answer."""
 LOST_PEER = (
@@ -60,8 +78,15 @@ LOST_PEER = (
     "Timed out",
     "NCCL",
 )
-"""Parts of the message of a collective that fails because of another rank."""
-LOST = "was lost (killed, perhaps by the kernel because memory was full), last seen in"
+"""Texts in the error message of a collective that fails because another rank was lost."""
+FORGED = (
+    "the store of the ranks says that the job has failed, and no rank has said so: another program"
+    " writes to the store (see docs/security.md)"
+)
+LOST = (
+    "was lost (killed, perhaps by the kernel because memory was full, or aborted by a library: see"
+    " the output above), last seen in"
+)
 
 
 class FailureMonitor(Observer):
@@ -81,8 +106,10 @@ class FailureMonitor(Observer):
     ) -> None:
         self.phase = Phase.start
         self.step = 0
+        self.remove_rank: Callable[[int], None] | None = None
+        """Ends a rank without which the training goes on; None: it cannot go on."""
         self.emit_failure: Callable[[], None] = lambda: None
-        """Called once on each rank before the job ends with a failure, if the rank still can.
+        """Called once on each rank that is still able to, before the job ends with a failure.
 
         The call comes from another thread than the main thread.
         """
@@ -101,12 +128,22 @@ class FailureMonitor(Observer):
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._monitor, name="failure monitor", daemon=True)
 
+    def on_start(self, run: Any) -> None:
+        self.step = run.step  # after a resume, not 0
+
     def on_phase(self, run: Any, phase: Phase) -> None:
         self.phase = phase
         record_progress()
 
     def on_step(self, run: Any) -> None:
         self.step = run.step
+
+    def has_root_cause(self) -> bool:
+        """Return whether a rank has reported an error that ends the job."""
+        try:
+            return self._board.has_root_cause()
+        except dist.DistError:
+            return True  # the store has ended, and with it the job
 
     def __enter__(self) -> Self:
         if self._world.is_main:
@@ -117,7 +154,9 @@ class FailureMonitor(Observer):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_user_error = isinstance(error, ConfigError | TransientError | PluginError)
+        is_user_error = isinstance(
+            error, ConfigError | TransientError | PluginError | RoundEndedError
+        )
         is_root_cause = False
         if isinstance(error, Exception) and not is_user_error:
             is_root_cause = self._fail(error)
@@ -141,7 +180,8 @@ class FailureMonitor(Observer):
             elapsed = min(now - last_time, 2 * HEARTBEAT_SECONDS)
             last_time = now
             self._progress.update(elapsed)
-            # the store is in node 0's torchrun; when it has ended, this node's is still checked
+            # The store is in the torchrun process of node 0. When that process has ended, this loop
+            # still checks the torchrun process of its own node.
             with suppress(dist.DistError):
                 self._beat(elapsed)
 
@@ -151,24 +191,31 @@ class FailureMonitor(Observer):
         elapsed: the seconds since the last call.
         """
         self._publish()
-        # looked up before the answer, because the rank that reports a hang asks first
+        # Read before `answer`: a rank that reports a hang asks for the stacks before it claims the
+        # root cause, so a rank that sees the root cause here also answers.
         has_root_cause = self._board.has_root_cause()
         self._stacks.answer()
         if has_root_cause:
             self._emit_failure()
             if not self._done.wait(GRACE_SECONDS):
+                if self._board.is_forged():
+                    self._reporter.report([FORGED], title="the same", name="hang.log", text=FORGED)
+                    os._exit(1)
                 self._exit(1)
             return
-        self._check_neighbour(elapsed)
+        if self.remove_rank is None:
+            self._check_neighbour(elapsed)
         if self._is_hung():
-            self._end_job(f"has made no progress for {self._progress.idle_seconds:.0f} s")
+            failure = f"has made no progress for {self._progress.idle_seconds:.0f} s"
+            if self.remove_rank is None or not self._remove_hung(failure, self.remove_rank):
+                self._end_job(failure)
         if self._stacks.file.has_grown():  # by SIGQUIT
             self._show_stacks()
 
     def _check_neighbour(self, elapsed: float) -> None:
         """End the job if the next rank sends no heartbeats any more."""
         neighbour = self._board.status((self._world.rank + 1) % self._world.world_size)
-        if neighbour is None:  # it has left its monitor
+        if neighbour is None:  # the next rank has left its monitor
             return
         if neighbour.heartbeat != self._last_heartbeat:
             self._last_heartbeat = neighbour.heartbeat
@@ -203,15 +250,29 @@ class FailureMonitor(Observer):
         """
         if self._progress.idle_seconds <= self._max_silence or self.phase in MAY_TAKE_ANY_TIME:
             return False
-        return not is_waiting() or all(
+        is_own_collective = with_stack(self._own_status()).collective != ""
+        return not (is_waiting() or is_own_collective) or all(
             status.idle_seconds > self._max_silence / 2 or status.still_seconds > self._max_still
             for status in self._board.others()
         )
 
+    def _remove_hung(self, failure: str, remove_rank: Callable[[int], None]) -> bool:
+        """Report and remove the ranks that the others wait for; return False if there are none."""
+        self._stacks.ask(wake=True)
+        stacks = self._stacks.collect()
+        absent = absent_ranks(stacks)
+        if not absent or mismatch(stacks):
+            return False
+        path = self._reporter.write("hang.log", stacks_text(stacks))
+        for status in absent:
+            logger.warning("%s: it is removed; stacks: %s", status.line(f"{failure}, in"), path)
+            remove_rank(status.rank)
+        return True
+
     def _end_job(self, failure: str, rank: int | None = None) -> NoReturn:
         """Report a hang and end this process.
 
-        rank: the rank that has caused it; None: the rank that the others wait for.
+        rank: the rank that has caused the hang; None: report the ranks that the others wait for.
         """
         since = time.time() - self._max_silence
         self._emit_failure()
@@ -221,11 +282,11 @@ class FailureMonitor(Observer):
             self._exit(1)
         stacks = self._stacks.collect()
         absent = [stacks[rank]] if rank is not None else absent_ranks(stacks)
+        all_ranks = f"all {len(stacks)} ranks wait for each other"
+        first = f"{all_ranks}, and one {failure}: check the network"
         if absent:
             first = absent[0].line(f"{failure}, in")
-        else:
-            all_ranks = f"all {len(stacks)} ranks wait for each other"
-            first = f"{all_ranks}, and one {failure}: check the network"
+        first = mismatch(stacks) or first
         self._reporter.report(
             [first, *grouped_lines(stacks)[:MAX_GROUPS]],
             title="stacks",
@@ -246,7 +307,7 @@ class FailureMonitor(Observer):
     # --- both threads -----------------------------------------------------------------------------
 
     def _emit_failure(self) -> None:
-        """Call `emit_failure`, unless it was called, and wait at most `EMIT_SECONDS`."""
+        """Call `emit_failure`, unless it was called before, and wait at most `EMIT_SECONDS`."""
         call = self.emit_failure
         self.emit_failure = lambda: None
         thread = threading.Thread(target=call, daemon=True)
@@ -272,16 +333,26 @@ class FailureMonitor(Observer):
         self._emit_failure()
         outcome = getattr(error, "outcome", "failed first, in")
         lines = [self._own_status().line(outcome), *error_lines(error)]
+        since = time.time()
         try:
-            if any(part in str(error) for part in LOST_PEER):
-                lines = [status.line(LOST) for status in self._lost_ranks()] or lines
+            if any(part in str(error) for part in LOST_PEER) and (silent := self._lost_ranks()):
+                lines = [self._loss(status) for status in silent]
+                # earlier than the error files that these ranks wrote in advance
+                since = min(status.heartbeat for status in silent) - HEARTBEAT_SECONDS
             is_root_cause = self._board.claim_root_cause()
         except dist.DistError:  # the store has ended: no other rank can be asked
             is_root_cause = True
         if is_root_cause:
-            self._stop_thread()  # because it writes the error file too
+            self._stop_thread()  # because that thread writes the error file too
             text = "".join(traceback.format_exception(error))
-            self._reporter.report(lines, title="traceback", name="failure.log", text=text)
+            self._reporter.report(
+                lines,
+                title="traceback",
+                name="failure.log",
+                text=text,
+                since=since,
+                is_repeatable=getattr(error, "is_repeatable", False),
+            )
             return True
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
@@ -291,11 +362,12 @@ class FailureMonitor(Observer):
         return False
 
     def _lost_ranks(self) -> list[RankStatus]:
-        """Return the last heartbeats of the ranks that send no more; wait some seconds for others.
+        """Return the last heartbeats of the ranks that send none for `MIN_SILENCE_SECONDS`.
 
-        The wait ends if there is a root cause.
+        The wait ends early if no rank is silent, or if there is a root cause.
 
-        Ends this process if torchrun stops it because of lost ranks, whose error files it prints.
+        If torchrun stops this rank because of lost ranks, this ends the process without a report:
+        torchrun prints the error files of the lost ranks.
         """
         was_stopping = self._stop.is_set
         deadline = time.monotonic() + MIN_SILENCE_SECONDS
@@ -305,10 +377,17 @@ class FailureMonitor(Observer):
             if self._stop.is_set and not was_stopping:
                 self._exit(0)
             silent = [status for status in silent if self._board.status(status.rank) == status]
-            # the same, if torchrun has stopped this rank before the collective failed
+            # If torchrun had stopped this rank before the collective failed, this rank ends only
+            # when the processes of all silent ranks have ended.
             if was_stopping and silent and all(map(self._has_ended, silent)):
                 self._exit(0)
         return silent
+
+    def _loss(self, status: RankStatus) -> str:
+        """Return the line of a silent rank: a process that is alive on this host was not killed."""
+        is_alive = self._stacks.processes[status.rank].is_alive()
+        silence = f"has not answered for {MIN_SILENCE_SECONDS:.0f} s, in"
+        return status.line(silence if is_alive else LOST)
 
     def _has_ended(self, status: RankStatus) -> bool:
         process = self._stacks.processes[status.rank]

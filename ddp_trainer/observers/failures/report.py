@@ -33,13 +33,16 @@ class Reporter:
         name: str,
         text: str,
         since: float | None = None,
+        is_repeatable: bool = False,
     ) -> None:
         """Report `lines`, and `title` with the path of the file that gets `text`.
 
         name: the name of that file in the run directory. since: as for the function `report`.
+        is_repeatable: whether the same command would fail again.
         """
         newest = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
-        whole = self._text([*lines, f"{title}: {self.write(name, text)}"], checkpoint=str(newest))
+        lines = [*lines, f"{title}: {self.write(name, text)}"]
+        whole = self._text(lines, checkpoint=str(newest), is_repeatable=is_repeatable)
         report(whole, self._environment, since=since)
 
     def write_in_advance(self, line: str) -> None:
@@ -55,7 +58,7 @@ class Reporter:
             Path(path).unlink(missing_ok=True)
 
     def write(self, name: str, text: str) -> str:
-        """Write a file in the run directory; return its path, or why it was not written."""
+        """Write a file in the run directory; return its path, or a text with the error."""
         path = self._run_dir / name
         try:
             replace_text(path, text.rstrip() + "\n")
@@ -63,13 +66,16 @@ class Reporter:
             return f"{path} could not be written ({error.strerror})"
         return str(path)
 
-    def _text(self, lines: Sequence[str], *, checkpoint: str) -> str:
+    def _text(self, lines: Sequence[str], *, checkpoint: str, is_repeatable: bool = False) -> str:
         command = command_to_continue(self._environment)
-        return "\n".join([*lines, f"last good checkpoint: {checkpoint}", f"to continue: {command}"])
+        advice = f"to continue: {command}"
+        if is_repeatable:
+            advice = f"to start anew with other values: {command} resume=never"
+        return "\n".join([*lines, f"last good checkpoint: {checkpoint}", advice])
 
 
 def error_lines(error: BaseException) -> list[str]:
-    """Return the type and message of `error`, and the place where it, or its cause, was raised."""
+    """Return the type and message of `error`, and the code line that raised its first cause."""
     message = " ".join(str(error).split())[:300]
     cause = error
     while cause.__cause__ is not None:  # raise … from cause
@@ -88,8 +94,8 @@ def report_failure(error: Exception, environment: Environment) -> None:
 def report(text: str, environment: Environment, *, since: float | None = None) -> None:
     """Write `text` to torchrun's error file, or else to stderr.
 
-    since: when the failure began, in unix seconds; None: now. Of the files of several ranks,
-    torchrun prints the earliest.
+    since: when the failure began, in unix seconds; None: now. If several ranks have error files,
+    torchrun prints the file with the earliest time.
     """
     with suppress(OSError):
         if environment.error_file is not None:
@@ -119,6 +125,7 @@ def _own_command(environment: Environment) -> str:
         return f"python {words}"
     num_nodes = environment.world_size // environment.local_world_size
     nodes = f" --nnodes={num_nodes} …" if num_nodes > 1 else ""
-    ranks = environment.local_world_size
-    port = environment.master_port
-    return f"torchrun{nodes} --nproc_per_node={ranks} --master-port={port} {words}"
+    return (
+        f"torchrun{nodes} --nproc_per_node={environment.local_world_size}"
+        f" --master-port={environment.master_port} {words}"
+    )

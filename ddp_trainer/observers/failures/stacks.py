@@ -13,9 +13,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from ddp_trainer.config.errors import require, require_run_dir
+from ddp_trainer.config.errors import require
+from ddp_trainer.config.run_dirs import check_links, require_run_dir
 from ddp_trainer.observers.failures.status import RankStatus, StatusBoard
 
 PROCESSES = "processes.json"
@@ -35,19 +37,31 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def with_stack(status: RankStatus) -> RankStatus:
-    """Return `status`, of this process, with the main thread's stack and the last collectives."""
-    top = sys._current_frames()[threading.main_thread().ident or 0]
+    """Return `status`, of this process, with the main thread's stack and the last collectives.
+
+    If another thread waits in a collective, which only code of a user calls there, its stack is
+    returned instead.
+    """
+    tops = sys._current_frames()
+    main = tops.pop(threading.main_thread().ident or 0)
+    stacks = [replace(status, frames=frames_of(top)) for top in (main, *tops.values())]
+    stack = next((other for other in stacks if other.collective), stacks[0])
+    return replace(stack, collectives=last_collectives())
+
+
+def frames_of(top: FrameType) -> list[str]:
+    """Return the frames of a thread, the innermost first. top: the innermost frame."""
     frames = [
         f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
         for frame, line in traceback.walk_stack(top)
     ]
-    return replace(status, frames=frames[:MAX_FRAMES], collectives=last_collectives())
+    return frames[:MAX_FRAMES]
 
 
 def last_collectives() -> list[str]:
     """Return the last collectives, from torch's flight recorder.
 
-    One collective has the same number on all ranks.
+    A collective has the same sequence number on all ranks.
     """
     try:
         import torch._C._distributed_c10d as c10d  # torch has no public name for it
@@ -65,12 +79,10 @@ def last_collectives() -> list[str]:
 
 
 class StackFile:
-    """An unnamed file into which this process writes the stacks of its threads on SIGQUIT.
+    """A file in memory into which this process writes the stacks of its threads on SIGQUIT.
 
-    It does so even if its interpreter is blocked.
-
-    Another process of the same user reads it as /proc/PID/fd/NUMBER. Nothing is left of it when the
-    process ends.
+    The process does so even if its interpreter is blocked. Another process of the same user reads
+    the file as /proc/PID/fd/NUMBER. The file disappears when the process ends.
     """
 
     NAME = "ddp_trainer stacks"
@@ -78,7 +90,7 @@ class StackFile:
     def __init__(self) -> None:
         self.file = open(os.memfd_create(self.NAME), "r+b", 0)  # noqa: SIM115
         self.size = 0
-        # by `__main__`, to write to stderr
+        # `__main__` had registered it, to write to stderr
         self.was_registered = faulthandler.unregister(signal.SIGQUIT)
         faulthandler.register(signal.SIGQUIT, self.file, all_threads=True, chain=False)
 
@@ -106,6 +118,12 @@ class RankProcess:
     pid: int
     stack_file: int
     """The file descriptor of the `StackFile` in that process."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all fields have the types that they should have."""
+        numbers = (self.rank, self.pid, self.stack_file)
+        return isinstance(self.host, str) and all(type(number) is int for number in numbers)
 
     @property
     def path(self) -> Path:
@@ -145,7 +163,7 @@ class RankProcess:
 
 
 def parse(text: str) -> list[str]:
-    """Return the frames of the main thread, the last one in the `text` of faulthandler."""
+    """Return the frames of the main thread, the last thread in `text`, written by faulthandler."""
     last = text.rpartition("(most recent call first):")[2]
     return [f"{file}:{line} in {name}" for file, line, name in FRAME.findall(last)]
 
@@ -208,17 +226,22 @@ class StackExchange:
 def read_processes(run_dir: Path) -> list[RankProcess]:
     """Return the processes of the running or last job in `run_dir`; [] if there was none."""
     try:
-        return [RankProcess(**values) for values in json.loads((run_dir / PROCESSES).read_text())]
-    except (OSError, ValueError, TypeError):
+        processes = [
+            RankProcess(**values) for values in json.loads((run_dir / PROCESSES).read_text())
+        ]
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
+    # The file may be from somebody else, and a text with slashes would lead out of /proc/PID/fd.
+    return [process for process in processes if process.is_valid]
 
 
 def stacks_of(run_dir: Path) -> str:
     """Return the stacks of the ranks that train in `run_dir` now.
 
-    Raises ConfigError if no rank on this host answers.
+    Raises ConfigError if no rank on this host answers, and the errors of `check_links`.
     """
     require_run_dir(run_dir)
+    check_links(run_dir)
     processes = read_processes(run_dir)
     hosts = {process.host for process in processes}
     require(

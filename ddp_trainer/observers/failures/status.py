@@ -10,35 +10,37 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
+from itertools import takewhile
+from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_trainer.distributed.waiting import progress_count
-from ddp_trainer.distributed.world import World
+from ddp_trainer.distributed.world import World, progress_count
 
 BUSY_SHARE = 0.1
 """A thread counts as computing above this share of a core: a low share, as ranks may share cores.
 """
+PACKAGE = f"{Path(__file__).parents[2]}/"
 MAX_RANKS = 8
 """The largest number of ranks that a line of a report lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The position of a rank in training, and its stack; without the stack it is a heartbeat."""
+    """The position of a rank in training, published as a heartbeat; on request with its stack."""
 
     rank: int
     host: str
     phase: str
     step: int
     heartbeat: float = 0.0
-    """The time of the heartbeat, in unix seconds: different for each heartbeat."""
+    """The time of the heartbeat, in unix seconds; heartbeats of a rank have different times."""
     idle_seconds: float = 0.0
     """How many of the `still_seconds` the main thread did not compute (see `ProgressClock`)."""
     still_seconds: float = 0.0
     """How long ago the rank last made progress."""
     is_waiting: bool = False
-    """Whether the rank waits for other ranks, as marked by `distributed.waiting`."""
+    """Whether the rank waits for other ranks, as marked by `distributed.world`."""
     frames: Sequence[str] = ()
     """The frames of the rank's main thread, as ``file:line in function``, the innermost first;
     empty if unknown.
@@ -52,9 +54,17 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """The innermost frame that is not in Python or torch, else the innermost frame."""
+        """The innermost frame outside of Python's library and torch, else the innermost frame."""
         own = [frame for frame in self.frames if not is_library(frame)]
         return [*own, *self.frames, "an unknown place"][0]
+
+    @property
+    def collective(self) -> str:
+        """The function of torch.distributed in which code of a user waits; "" if there is none."""
+        inner = list(takewhile(is_library, self.frames))
+        calls = [frame for frame in inner if "/torch/distributed/distributed_c10d.py" in frame]
+        is_own = self.place.startswith(PACKAGE)
+        return calls[-1].rpartition(" ")[2] if calls and not is_own else ""
 
     def to_json(self) -> str:
         """Return the values of all fields as a JSON list."""
@@ -70,7 +80,7 @@ class RankStatus:
 
 
 def is_library(frame: str) -> bool:
-    """Return whether `frame` (``file:line in function``) is in Python or torch."""
+    """Return whether `frame` (``file:line in function``) is in Python's library or in torch."""
     is_installed = "/site-packages/" in frame or "/dist-packages/" in frame
     is_python = frame.startswith(("<", os.path.dirname(os.__file__) + "/")) and not is_installed
     return is_python or "/torch/" in frame
@@ -116,19 +126,20 @@ class StatusBoard:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # the former runs of a sweep have used the same store
+        # random, because the former runs of a sweep have used the same store
         prefix = f"failure_monitor/{world.broadcast_object(uuid.uuid4().hex)}"
-        # a connection of its own, because another thread uses it; torch has no public name for it
+        # a second connection, for the monitor's thread; torch has no public name for the store
         store = dist.distributed_c10d._get_default_store().clone()
         store.set_timeout(timedelta(seconds=10))
         self.store = dist.PrefixStore(prefix, store)
+        self.has_claimed = False
 
     def publish(self, status: RankStatus) -> None:
         """Publish the heartbeat of this rank, with or without its stack."""
         self.store.set(f"status/{status.rank}", status.to_json())
 
     def publish_frames(self, status: RankStatus, frames: list[str]) -> None:
-        """Add `frames` to another rank's last heartbeat, unless there is a newer one by now."""
+        """Add `frames` to another rank's heartbeat `status`, unless there is a newer heartbeat."""
         with_frames = replace(status, frames=frames).to_json()
         self.store.compare_set(f"status/{status.rank}", status.to_json(), with_frames)
 
@@ -152,15 +163,23 @@ class StatusBoard:
         return self.store.check(["root_cause"])
 
     def claim_root_cause(self) -> bool:
-        """Return whether this rank reports the root cause: it is the first that asks for it."""
+        """Claim to report the root cause; return whether this rank is the first that claims it."""
         rank = str(self.world.rank)
+        self.has_claimed = True
         return self.store.compare_set("root_cause", "", rank).decode() == rank
+
+    def is_forged(self) -> bool:
+        """Return whether another program, and no rank, has claimed to report the root cause."""
+        claimed_by = self.store.get("root_cause").decode()
+        is_own = claimed_by == str(self.world.rank)
+        ranks = map(str, range(self.world.world_size))
+        return (is_own and not self.has_claimed) or claimed_by not in ranks
 
 
 def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for; [] if several ranks all wait for each other.
 
-    Chosen are the ranks that do not wait, or all ranks if all wait; of these, the ranks at the
+    Candidates are the ranks that do not wait, or all ranks if all wait; of these, the ranks at the
     lowest step; of these, the ranks whose place in the code has the fewest ranks.
     """
     places = Counter((stack.phase, stack.place) for stack in stacks)
@@ -170,8 +189,28 @@ def absent_ranks(stacks: Sequence[RankStatus]) -> list[RankStatus]:
     return [] if len(absent) == len(stacks) > 1 and stacks[0].is_waiting else absent
 
 
+def mismatch(stacks: Sequence[RankStatus]) -> str | None:
+    """Return a line about collectives of a user that only some ranks call; None without one."""
+    calls = [(stack.collective, stack.place) for stack in stacks]
+    callers = [stack for stack in stacks if stack.collective]
+    if not callers or len(set(calls)) == 1:
+        return None
+    first = callers[0]
+    others = [
+        stack.rank for stack, call in zip(stacks, calls, strict=True) if call[0] != first.collective
+    ]
+    missing = f"{list_ranks(others)} {'do' if len(others) > 1 else 'does'} not call it"
+    if not others:
+        missing = "other ranks call it elsewhere"
+    return (
+        f"rank {first.rank} on {first.host} waits in {first.collective}, called at {first.place},"
+        f" and {missing}: all ranks must make the same calls of torch.distributed, in the same"
+        " order"
+    )
+
+
 def grouped_lines(stacks: Sequence[RankStatus]) -> list[str]:
-    """Return a line for each place in the code, first for the ranks that the others wait for."""
+    """Return a line for each position of ranks; the ranks that the others wait for come first."""
     absent = {stack.rank for stack in absent_ranks(stacks)}
     groups: dict[str, list[int]] = {}
     for stack in sorted(stacks, key=lambda stack: (stack.rank not in absent, stack.rank)):

@@ -1,3 +1,1 @@
-"""The records of a run, which rank 0 writes: the console, train.log, and the loggers, which share a
-base class.
-"""
+"""The loggers, which rank 0 calls with the records of a run."""

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Self
 import yaml
 
 from ddp_trainer import registry
-from ddp_trainer.config.errors import ConfigError, flatten_keys
+from ddp_trainer.config.differences import flatten_keys
+from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.files import replace_text
 from ddp_trainer.training.run import Observer, TrainingRun, Value
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 60.0
 FAILURE_CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for a logger's thread, and how long after an exception."""
+"""How long the end of a run waits for a logger's thread: normally, and after an exception."""
 MAX_PENDING_CALLS = 10_000
 """How many calls may wait for a logger's thread; when so many wait, new calls are dropped."""
 
@@ -35,10 +36,10 @@ class Logger:
     """Whether another thread calls the methods, so that a slow server delays no step."""
 
     def start(self, step: int) -> None:
-        """Prepare to record the steps after `step`; delete an earlier launch's records of them."""
+        """Prepare to record the steps after `step`; delete former records of these steps."""
 
     def scalars(self, values: Mapping[str, Value], step: int) -> None:
-        """Record `values` by tag at optimizer step `step`, among them ``epoch``; some are texts."""
+        """Record `values`, numbers or texts by tag (one is ``epoch``), at optimizer step `step`."""
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """Record a picture; `png` is the content of a PNG file."""
@@ -47,22 +48,55 @@ class Logger:
         """Record a text in Markdown."""
 
     def hparams(self, config: Mapping[str, Any], results: Mapping[str, float]) -> None:
-        """Record the final `results` with the run's `config`, which is flat, by dotted key."""
+        """Record the final `results` with the run's `config`, a flat mapping by dotted key."""
+
+    def flush(self) -> None:
+        """Write the pending records to disk."""
 
     def close(self) -> None:
         """Write the pending records and close files."""
 
 
 class LoggerCalls:
-    """Calls the methods of one logger. Of consecutive failures, only the first is a warning."""
+    """Calls the methods of one logger, in another thread if the logger is `in_background`.
+
+    Of consecutive failures, only the first is logged, as a warning.
+    """
 
     def __init__(self, name: str, wrapped: Logger) -> None:
         self.name = name
         self.wrapped = wrapped
         self.is_failing = False
+        self.pending: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+        if wrapped.in_background:
+            # A daemon, because the process must be able to end while a client waits for its server.
+            self.thread = threading.Thread(target=self.work, name=f"logger={name}", daemon=True)
+            self.thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method; log any exception, a SystemExit too, but not the user's interrupt."""
+        """Call a method of the logger, or let the thread call it later."""
+        if self.thread is None:
+            self.call_now(method, *arguments)
+        elif self.pending.qsize() < MAX_PENDING_CALLS or method == "close":
+            self.pending.put((method, *arguments))
+        else:
+            self.report_failure(
+                f"{MAX_PENDING_CALLS:,} records wait to be sent, new ones are dropped"
+            )
+
+    def work(self) -> None:
+        """Make the calls in the queue, in order, up to the call of ``close``."""
+        method = ""
+        while method != "close":
+            method, *arguments = self.pending.get()
+            self.call_now(method, *arguments)
+
+    def call_now(self, method: str, *arguments: Any) -> None:
+        """Call a method now, and pass any exception except KeyboardInterrupt to `report_failure`.
+
+        A SystemExit is passed too, because no failure of a logger may end a training.
+        """
         try:
             getattr(self.wrapped, method)(*arguments)
         except KeyboardInterrupt:
@@ -81,53 +115,22 @@ class LoggerCalls:
     def close(self, seconds: float) -> None:
         """Close the logger. If it has a thread, wait for the thread for at most `seconds`."""
         self.call("close")
-
-
-class BackgroundCalls(LoggerCalls):
-    """Calls the methods of one logger in a thread and in order; `call` returns at once."""
-
-    def __init__(self, name: str, wrapped: Logger) -> None:
-        super().__init__(name, wrapped)
-        self.pending: queue.Queue[tuple[Any, ...]] = queue.Queue(MAX_PENDING_CALLS)
-        # A daemon, because the process must be able to end while a client waits for its server.
-        self.thread = threading.Thread(target=self.work, name=f"logger={name}", daemon=True)
-        self.thread.start()
-
-    def work(self) -> None:
-        """Take calls from the queue and make them, up to the call of ``close``."""
-        method = ""
-        while method != "close":
-            method, *arguments = self.pending.get()
-            super().call(method, *arguments)
-
-    def call(self, method: str, *arguments: Any) -> None:
-        try:
-            self.pending.put_nowait((method, *arguments))
-        except queue.Full:
-            self.report_failure(
-                f"{MAX_PENDING_CALLS:,} records wait to be sent, new ones are dropped"
-            )
-
-    def close(self, seconds: float) -> None:
-        try:
-            self.pending.put_nowait(("close",))
-        except queue.Full:
-            return  # which has been reported already
-        self.thread.join(seconds)
-        if self.thread.is_alive():
-            logger.warning(
-                "logger=%s did not finish within %.0f s; its last records may be missing",
-                self.name,
-                seconds,
-            )
+        if self.thread is not None:
+            self.thread.join(seconds)
+            if self.thread.is_alive():
+                logger.warning(
+                    "logger=%s did not finish within %.0f s; its last records may be missing",
+                    self.name,
+                    seconds,
+                )
 
 
 class Loggers(Observer):
     """All loggers of a run, which get its records. No failure of a logger ends a training.
 
-    It is the last observer, so that the others have added their values. Nothing is recorded before
-    `on_start`, which is not called if nothing is left to train. On ranks other than 0 it has no
-    loggers. Use as a context manager: leaving it closes all loggers.
+    This observer is called last, after the others have added their values. Nothing is recorded
+    before `on_start`, which is not called if nothing is left to train. On ranks other than 0,
+    `loggers` is empty. Use as a context manager: leaving the context closes all loggers.
     """
 
     def __init__(self, loggers: Mapping[str, Logger]) -> None:
@@ -138,41 +141,62 @@ class Loggers(Observer):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for one in self.calls:
-            one.close(CLOSE_SECONDS if error is None else FAILURE_CLOSE_SECONDS)
+        for calls in self.calls:
+            calls.close(CLOSE_SECONDS if error is None else FAILURE_CLOSE_SECONDS)
 
     def start(self, step: int) -> None:
         """Start all loggers, which then record the steps after `step`."""
-        for name, one in self.loggers.items():
-            kind = BackgroundCalls if one.in_background else LoggerCalls
-            self.calls.append(kind(name, one))
+        for name, wrapped in self.loggers.items():
+            self.calls.append(LoggerCalls(name, wrapped))
         self.call("start", step)
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of each logger."""
-        for one in self.calls:
-            one.call(method, *arguments)
+        for calls in self.calls:
+            calls.call(method, *arguments)
+
+    @property
+    def record_images(self) -> bool:
+        """Whether a logger records images: of the built-in ones, all but jsonl."""
+        return any(type(part).image is not Logger.image for part in self.loggers.values())
 
     def on_start(self, run: TrainingRun) -> None:
-        self.start(run.step)
+        if not run.recovery.records:
+            run.recovery.records_after = run.step
+        self.start(run.recovery.records_after)
+        for method, *arguments in run.recovery.records:
+            self.call(method, *arguments)
         launch = {
             "epoch": run.epoch,
             "launch/world_size": run.world.world_size,
             "launch/steps_per_epoch": run.steps_per_epoch,
         }
-        self.call("scalars", launch, run.step)
+        self.record(run, "scalars", launch, run.step)
         config = json.dumps(run.config_tree, indent=2)
-        self.call("text", "config", f"```json\n{config}\n```", run.step)
+        self.record(run, "text", "config", f"```json\n{config}\n```", run.step)
+
+    def record(self, run: TrainingRun, method: str, *arguments: Any) -> None:
+        """Call a method of each logger, again after the loss of this rank if it was not saved."""
+        self.call(method, *arguments)
+        if run.recovery.is_on:
+            run.recovery.records.append([method, *arguments])
 
     def on_log(self, run: TrainingRun) -> None:
-        self.call("scalars", run.values, run.step)
+        self.record(run, "scalars", run.values, run.step)
 
     on_evaluation = on_log
+
+    def on_save(self, run: TrainingRun) -> None:
+        self.call("flush")
+        run.recovery.records = []
+        run.recovery.records_after = run.step
 
     def on_end(self, run: TrainingRun) -> None:
         loss = run.evaluation.loss
         if run.status is not Status.stopped and loss is not None:
             results = {"hparam/top1": run.evaluation.top1, "hparam/loss": loss}
+            if run.progress.best.top1 is not None:
+                results["hparam/best_top1"] = run.progress.best.top1
             self.call("hparams", flatten_keys(run.config_tree), results)
 
 
@@ -192,7 +216,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_id(run_dir: Path) -> str:
-    """Return the id in the file ``run_id``, created if missing, that all launches share."""
+    """Return the id that all launches share, from the file ``run_id``; create a missing file."""
     path = run_dir / "run_id"
     run_id = path.read_text(errors="replace").strip() if path.exists() else ""
     if not run_id.isalnum():  # the file is damaged, or this is the first launch
@@ -206,8 +230,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
-def import_client(package: str, config: LoggerConfig) -> Any:
-    """Return the module `package`; ConfigError if it is not installed or cannot be imported.
+def import_client(package: str) -> Any:
+    """Import and return `package`, which a logger needs; ConfigError if the import fails.
 
     Call this in the constructor, in the main thread: two threads that import at the same time may
     wait for each other.
@@ -220,6 +244,6 @@ def import_client(package: str, config: LoggerConfig) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == package
         cause = "" if is_missing else f", which cannot be imported ({one_line(error)})"
         raise ConfigError(
-            f"logger={config.name} needs {package}{cause}: pip install 'ddp_trainer[{config.name}]'"
+            f"logger={package} needs {package}{cause}: pip install 'ddp_trainer[{package}]'"
         ) from error
     return module

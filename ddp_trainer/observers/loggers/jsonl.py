@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ddp_trainer.config.loggers import JsonlConfig
-from ddp_trainer.files import read_records, replace_text
+from ddp_trainer.files import replace_text
 from ddp_trainer.observers.loggers.base import Logger, Value
 
 MAX_PENDING = 10_000
@@ -33,9 +36,23 @@ class JsonlLogger(Logger):
             record[tag] = value if is_plain else str(value)
         self.pending = [*self.pending[-MAX_PENDING:], json.dumps(record) + "\n"]
         data = "".join(self.pending).encode()
-        with open(self.path, "ab", buffering=0) as file:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
             size = file.tell()
             if file.write(data) < len(data):
                 file.truncate(size)
                 raise OSError(f"{self.path} was not written: no space left on the disk")
         self.pending.clear()
+
+    def flush(self) -> None:
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line that is a JSON object with an integer ``step``, and the object."""
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line, record

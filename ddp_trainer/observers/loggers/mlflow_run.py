@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from ddp_trainer.config.errors import flatten_keys
+from ddp_trainer.config.differences import flatten_keys
 from ddp_trainer.config.loggers import MlflowConfig
 from ddp_trainer.files import lock_file
 from ddp_trainer.observers.loggers import base
@@ -22,14 +22,14 @@ MAX_VALUE = 500  # characters of a parameter, the limit of all server versions
 class MlflowLogger(base.Logger):
     """Records all launches as one run: numbers as metrics, the config as parameters and a file.
 
-    The steps that a resumed launch repeats have two values each. A parameter keeps the value of the
-    first launch, because MLflow never changes it; the artifact config.yaml is the newest config.
+    Steps that a resumed launch repeats have two values each. A parameter keeps the value of the
+    first launch, because MLflow never changes parameters; config.yaml has the newest config.
     """
 
     in_background = True
 
     def __init__(self, config: MlflowConfig, run_dir: Path) -> None:
-        self.mlflow = base.import_client("mlflow", config)
+        self.mlflow = base.import_client("mlflow")
         self.config = config
         self.run_dir = run_dir
         self.client: Any = None
@@ -38,7 +38,7 @@ class MlflowLogger(base.Logger):
 
     def start(self, step: int) -> None:
         self.mlflow.environment_variables.MLFLOW_DISABLE_TELEMETRY.set(True)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it prints how it creates tables
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # no messages about new tables
         uri = self.config.tracking_uri
         artifacts = None  # the URI of a new experiment's files
         if uri is None and not self.mlflow.is_tracking_uri_set():
@@ -51,7 +51,7 @@ class MlflowLogger(base.Logger):
                 self.mlflow.MlflowClient(uri)
         self.client = client = self.mlflow.MlflowClient(uri)
 
-        with suppress(self.mlflow.MlflowException):  # it exists
+        with suppress(self.mlflow.MlflowException):  # the experiment exists
             client.create_experiment(self.config.experiment, artifacts)
         experiment_id = client.get_experiment_by_name(self.config.experiment).experiment_id
         tags = {"ddp_trainer_id": base.read_id(self.run_dir)}

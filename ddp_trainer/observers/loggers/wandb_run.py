@@ -13,11 +13,11 @@ from ddp_trainer.observers.loggers import base
 
 TIMEOUTS = {"init_timeout": 20.0, "finish_timeout": 20.0}
 PRIVACY = {"x_disable_machine_info": True, "x_save_requirements": False, "disable_code": True}
-"""Settings with which no statistics of the host, packages and code of the user are recorded."""
+"""Settings that exclude host statistics, installed packages and the user's code from a record."""
 
 
 class WandbLogger(base.Logger):
-    """Records all launches as one run, offline without a login or if the server does not answer.
+    """Records all launches as one run; offline if there is no login or the server does not answer.
 
     The steps that a resumed launch repeats have two records each.
     """
@@ -25,7 +25,7 @@ class WandbLogger(base.Logger):
     in_background = True
 
     def __init__(self, config: WandbConfig, run_dir: Path) -> None:
-        self.wandb = base.import_client("wandb", config)
+        self.wandb = base.import_client("wandb")
         self.config = config
         self.run_dir = run_dir
         self.run: Any = None
@@ -38,11 +38,11 @@ class WandbLogger(base.Logger):
             text = "logger=wandb records offline (%s); upload with: wandb sync %s/offline-run-*"
             folder = self.run_dir / "wandb"
             logging.getLogger(__name__).warning(text, base.one_line(error), folder)
-            self.end_service()  # because it does not accept the run's id a second time
+            self.end_service()  # because the service does not accept a run's id twice
             self.begin({"mode": "offline"})
 
     def begin(self, mode: dict[str, str]) -> None:
-        """Begin or continue the run; an empty `mode` is that of the user's WANDB_MODE."""
+        """Begin or continue the run; if `mode` is empty, the user's WANDB_MODE decides."""
         # Only global settings keep wandb from asking for a login.
         self.wandb.setup(self.wandb.Settings(silent=True, **mode))
         keys = ("project", "entity", "group", "tags")

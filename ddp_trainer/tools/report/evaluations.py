@@ -4,29 +4,20 @@ import csv
 import heapq
 import io
 import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_trainer.tools.report.files import FolderReader, Picture
-from ddp_trainer.tools.report.values import number, text
+from ddp_trainer.scores.cells import from_cell
+from ddp_trainer.tools.folder_reader import FolderReader, number, text
 
 MAX_MATRIX_CLASSES = 60
-"""With more classes than this, the page lists the most confused pairs of classes instead."""
+"""With more classes than this, the report lists confused pairs of classes in place of a matrix."""
 MAX_PAIRS = 200
 
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """A misclassified sample: an entry of mistakes.json."""
-
-    path: str
-    label: str
-    prediction: str
-    probability: float | None
-    loss: float | None
-    picture: Picture | None
+ClassRow = tuple[str, list[float | None], float | None]
 
 
 class EvaluationFolder:
@@ -37,15 +28,10 @@ class EvaluationFolder:
         self.name = text(folder.folder.name)
         self.metrics: dict[str, Any] = folder.read_object("metrics.json", dict)
         self.class_names, self.matrix = read_matrix(folder)
-        self.mistakes = read_mistakes(folder)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the folder has no scores, no confusion matrix and no mistakes."""
-        return not (self.metrics or self.matrix or self.mistakes)
+        self.mistakes = list(read_mistakes(folder))
 
     def class_scores(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return class and scores of each class, the lowest F1 first."""
+        """Return the name and the scores of each class, the lowest F1 first."""
         classes = self.metrics.get("per_class")
         items = classes.items() if isinstance(classes, dict) else []
         rows = [(text(name), scores) for name, scores in items if isinstance(scores, dict)]
@@ -61,8 +47,8 @@ class EvaluationFolder:
         ]
 
     def cells(self) -> list[list[tuple[int, int]]]:
-        """Return count and shade, 0 to 10, of the cells of the matrix; [] for many classes."""
-        # the root makes small shares visible
+        """Return count and shade (0 to 10) of each cell of the matrix; [] for too many classes."""
+        # The shade is the root of a cell's share of its row, because small shares must be visible.
         return [
             [(count, math.ceil(10 * math.sqrt(count / (sum(row) or 1)))) for count in row]
             for row in self.matrix
@@ -70,7 +56,7 @@ class EvaluationFolder:
         ]
 
     def confused(self) -> list[tuple[int, str, str]]:
-        """Return count, true and predicted class of the most frequent mistakes."""
+        """Return count, true and predicted class of the `MAX_PAIRS` most confused pairs."""
         names = self.class_names
         pairs = (
             (count, names[label], names[prediction])
@@ -81,6 +67,56 @@ class EvaluationFolder:
         return heapq.nlargest(MAX_PAIRS, pairs, key=itemgetter(0))
 
 
+class ClassComparison(NamedTuple):
+    """The F1 of each class in evaluations of several runs on the same images.
+
+    columns: the index of each run and the name of its evaluation. rows: the name of a class, its F1
+    by column, and its change: the second minus the first of two columns, or the range of more.
+    """
+
+    images: str
+    columns: list[tuple[int, str]]
+    rows: list[ClassRow]
+
+
+def compare_classes(runs: Sequence[Sequence[EvaluationFolder]]) -> list[ClassComparison]:
+    """Return a comparison for each split of which several runs have an evaluation.
+
+    Of several evaluations of a run, the one whose name most runs have is taken, such as best-test.
+    """
+    num_runs = Counter(evaluation.name for run in runs for evaluation in run)
+    splits: dict[str, dict[int, EvaluationFolder]] = {}
+    for place, run in enumerate(runs):
+        for evaluation in sorted(run, key=lambda one: (-num_runs[one.name], one.name)):
+            images = evaluation.name.partition("-")[2]
+            splits.setdefault(images, {}).setdefault(place, evaluation)
+    return [
+        ClassComparison(images, [(place, one.name) for place, one in found.items()], rows_of(found))
+        for images, found in splits.items()
+        if len(found) > 1
+    ]
+
+
+def rows_of(evaluations: dict[int, EvaluationFolder]) -> list[ClassRow]:
+    """Return the rows of a comparison, the most changed class first."""
+    columns = [
+        {name: number(scores.get("f1")) for name, scores in evaluation.class_scores()}
+        for evaluation in evaluations.values()
+    ]
+    names = dict.fromkeys(name for column in columns for name in column)
+    f1 = {name: [column.get(name) for column in columns] for name in names}
+    rows = [(name, values, change_of(values)) for name, values in f1.items()]
+    return sorted(rows, key=lambda row: abs(row[2] or 0.0), reverse=True)
+
+
+def change_of(values: Sequence[float | None]) -> float | None:
+    """Return the second minus the first of two values, or the range of more; None: unknown."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return None
+    return known[1] - known[0] if len(values) == 2 else max(known) - min(known)
+
+
 def read_matrix(folder: FolderReader) -> tuple[list[str], list[list[int]]]:
     """Return class names and rows of confusion_matrix.csv; empty if it is missing or damaged."""
     data = folder.read_bytes("confusion_matrix.csv")
@@ -89,7 +125,7 @@ def read_matrix(folder: FolderReader) -> tuple[list[str], list[list[int]]]:
     reader = csv.reader(io.StringIO(data.decode(errors="surrogateescape"), newline=""))
     with suppress(csv.Error, ValueError):
         head, *lines = filter(None, reader)
-        names = [text(name) for name in head[1:]]
+        names = [text(from_cell(cell)) for cell in head[1:]]
         rows = [[int(cell) for cell in line[1:]] for line in lines]
         is_square = [len(row) for row in rows] == [len(names)] * len(names)
         if is_square and min(map(min, rows)) >= 0:
@@ -98,39 +134,40 @@ def read_matrix(folder: FolderReader) -> tuple[list[str], list[list[int]]]:
     return [], []
 
 
-def read_mistakes(folder: FolderReader) -> list[Mistake]:
-    """Return the entries of mistakes.json with their pictures."""
-    entries = folder.read_object("mistakes.json", list)
-    return [read_mistake(entry, folder) for entry in entries if isinstance(entry, dict)]
+def read_mistakes(folder: FolderReader) -> Iterator[dict[Any, Any]]:
+    """Yield the entries of mistakes.json. "picture" is a data URI in place of the file name.
 
-
-def read_mistake(entry: dict[Any, Any], folder: FolderReader) -> Mistake:
-    """Return an entry of mistakes.json, with its picture."""
-    name = entry.get("picture")
-    return Mistake(
-        path=text(entry.get("path", entry.get("id"))),
-        label=text(entry.get("label")),
-        prediction=text(entry.get("prediction")),
-        probability=number(entry.get("probability")),
-        loss=number(entry.get("loss")),
-        picture=folder.read_picture(name) if isinstance(name, str) else None,
-    )
+    It is None if the picture is missing or not a PNG.
+    """
+    for entry in folder.read_object("mistakes.json", list):
+        if isinstance(entry, dict):
+            name = entry.get("picture")
+            picture = folder.read_picture(name) if isinstance(name, str) else None
+            yield entry | {"picture": picture}
 
 
 def read_evaluations(folder: FolderReader) -> list[EvaluationFolder]:
-    """Return the evaluations of a run by name.
+    """Return the evaluations of a run, sorted by name.
 
     Raises:
         TransientError: the file system does not answer.
     """
     path = folder.folder / "evaluation"
+    folders = []
     try:
-        folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
+        for entry in path.iterdir():
+            name = f"evaluation/{entry.name}"
+            if folder.is_inside(name):
+                folders += [entry] if entry.is_dir() else []
+            else:
+                folder.problems.append(f"{text(name)} is a link out of the folder: left out.")
     except FileNotFoundError:
         return []
     except OSError as error:
         folder.add_unreadable("evaluation", error)
         return []
+    # best first, because export and predict use it; evaluations of other images have longer names
+    folders.sort(key=lambda path: (not path.name.startswith("best"), len(path.name), path.name))
     return [
         EvaluationFolder(FolderReader(path)) for path in folders if not path.name.startswith(".")
     ]

@@ -1,11 +1,9 @@
 """Read the curves and the launches of a run from metrics.jsonl."""
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_trainer.tools.report.files import FolderReader
-from ddp_trainer.tools.report.values import number, whole
+from ddp_trainer.tools.folder_reader import FolderReader, number, whole
 
 CHARTS = {
     "Loss": ("train/loss", "eval/loss"),
@@ -15,38 +13,43 @@ CHARTS = {
 }
 """The tags of each chart, by its title."""
 
-
 Curve = list[tuple[int, float]]
-"""Step and value of each point of a curve; nan where the value is not finite."""
+"""The step and the value of each point of a curve; a value that is not finite is nan."""
 
 
-@dataclass(slots=True)
 class Metrics:
-    """The content of metrics.jsonl."""
+    """The content of metrics.jsonl, without its damaged lines."""
 
-    curves: dict[str, Curve] = field(
-        default_factory=lambda: {tag: [] for tags in CHARTS.values() for tag in tags}
-    )
-    launches: list[tuple[int, int | None]] = field(default_factory=list)
-    """The step after which each launch began, and its world size."""
-    steps_per_epoch: int = 0
-    """0: unknown."""
-    last_step: int = 0
-    eval_count: int | None = None
-    """The number of samples in the last evaluation."""
-    diverged_at: int | None = None
-    """The step since which no training loss is finite; None if the last one is finite."""
+    def __init__(self, folder: FolderReader) -> None:
+        self.curves: dict[str, Curve] = {tag: [] for tags in CHARTS.values() for tag in tags}
+        self.launches: list[tuple[int, int | None]] = []
+        """The step after which each launch began, and its world size."""
+        self.trained: list[tuple[int, int | None]] = []
+        """Those of `launches` that have a record of training, and the changes of the world size
+        within a launch.
+        """
+        self.has_trained = False
+        """Whether the last launch has a record of training."""
+        self.steps_per_epoch = 0
+        """The optimizer steps per epoch in the last launch; 0: unknown."""
+        self.last_step = 0
+        self.diverged_at: int | None = None
+        """The step since which no training loss is finite; None if the last one is finite."""
+        for record in folder.read_json_lines("metrics.jsonl"):
+            self.add(record)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record: a launch, or values."""
+        """Add a record, which describes a launch or has values of a step."""
         step = record["step"]
         if "launch/world_size" in record:
             self.launches.append((step, whole(record["launch/world_size"])))
             self.steps_per_epoch = whole(record.get("launch/steps_per_epoch")) or 0
+            self.has_trained = False
             return
 
+        if "train/loss" in record:
+            self.add_world_size(step, whole(record.get("recovery/world_size")))
         self.last_step = max(self.last_step, step)
-        self.eval_count = whole(record.get("eval/count", self.eval_count))
         for tag in self.curves.keys() & record.keys():
             value = number(record[tag])
             self.curves[tag].append((step, math.nan if value is None else value))
@@ -54,10 +57,20 @@ class Metrics:
             is_finite = number(record["train/loss"]) is not None
             self.diverged_at = None if is_finite else self.diverged_at or step
 
+    def add_world_size(self, step: int, world_size: int | None) -> None:
+        """Add the last launch when it has trained, and a change of its world size.
 
-def read_metrics(folder: FolderReader) -> Metrics:
-    """Return the content of metrics.jsonl, without its damaged lines."""
-    metrics = Metrics()
-    for record in folder.read_json_lines("metrics.jsonl"):
-        metrics.add(record)
-    return metrics
+        world_size: that of the record of `step`, if ranks may be lost.
+        """
+        if self.launches and not self.has_trained:
+            self.trained.append(self.launches[-1])
+            self.has_trained = True
+        if world_size and self.trained and world_size != self.trained[-1][1]:
+            self.trained.append((step, world_size))
+
+    @property
+    def best_step(self) -> int:
+        """The step of best.pt, by the evaluations at the ends of epochs; 0: unknown."""
+        length = self.steps_per_epoch or 1
+        points = [(top1, -step) for step, top1 in self.curves["eval/top1"] if step % length == 0]
+        return -max((point for point in points if point[0] <= 1), default=(0, 0))[1]  # not nan

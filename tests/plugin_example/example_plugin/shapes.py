@@ -29,16 +29,16 @@ class Shapes(Dataset[tuple[Image.Image, int]]):
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         label = index % len(CLASS_NAMES)
         random = Random(f"{self.split} {index}")
-        background, colour = (tuple(random.choices(range(256), k=3)) for _ in range(2))
+        background, color = (tuple(random.choices(range(256), k=3)) for _ in range(2))
         image = Image.new("RGB", (self.size, self.size), background)
         radius = random.randint(self.size // 5, self.size // 3)
         x, y = (random.randint(radius, self.size - radius) for _ in range(2))
         draw = ImageDraw.Draw(image)
         if CLASS_NAMES[label] == "circle":
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
         else:
             num_sides = 4 if CLASS_NAMES[label] == "square" else 3
-            draw.regular_polygon((x, y, radius), num_sides, fill=colour)
+            draw.regular_polygon((x, y, radius), num_sides, fill=color)
         return image, label
 
 

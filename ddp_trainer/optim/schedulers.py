@@ -1,11 +1,12 @@
-"""Learning-rate schedules: functions that return a factor for the peak learning rate from the step
-alone.
+"""Learning-rate schedules: functions from the step to a factor of the peak learning rate.
 
-A resumed or prolonged run therefore needs no state of the schedule.
+A factor depends only on the config and the step, so that a resumed or prolonged run needs no saved
+state of the schedule.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from ddp_trainer import registry
@@ -16,16 +17,17 @@ from ddp_trainer.config.schedulers import (
     SchedulerConfig,
     StepConfig,
 )
-
-Factor = Callable[[int], float]
-"""A function from the optimizer step, counted from 0, to the learning rate divided by its peak."""
+from ddp_trainer.optim.interfaces import Factor
 
 
-def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return the schedule that `config` chooses, with its linear warm-up, as a function of the
-    step.
+def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, epochs: int) -> Factor:
+    """Return the schedule that `config` chooses, with its linear warm-up.
+
+    A warm-up that is longer than `epochs` is replaced by one of half as many.
     """
-    steps = {"steps_per_epoch": steps_per_epoch, "total_steps": total_steps}
+    if config.warmup_epochs > epochs:
+        config = replace(config, warmup_epochs=epochs / 2)
+    steps = {"steps_per_epoch": steps_per_epoch, "total_steps": steps_per_epoch * epochs}
     after_warmup: Factor = registry.build("scheduler", config, returns=cast(Any, Callable), **steps)
     warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after_warmup(step)
@@ -37,27 +39,21 @@ def build_constant(config: ConstantConfig, *, steps_per_epoch: int, total_steps:
 
 
 def build_step(config: StepConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return a function whose value is 1 at first, and is multiplied by `gamma` every
-    `every_epochs` epochs.
-    """
+    """Return a function that is 1 at first, and is multiplied by `gamma` every `every_epochs`."""
     return lambda step: config.gamma ** (step // (config.every_epochs * steps_per_epoch))
 
 
 def build_cosine(config: CosineConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return half a cosine from 1, after the warm-up, to `final_factor`, which follows after the
-    last step.
-    """
+    """Return half a cosine that falls from 1 after the warm-up to `final_factor` at the end."""
     warmup_steps = round(config.warmup_epochs * steps_per_epoch)
     length = max(1, total_steps - warmup_steps)
     return lambda step: _anneal(1.0, config.final_factor, (step - warmup_steps) / length)
 
 
 def build_onecycle(config: OneCycleConfig, *, steps_per_epoch: int, total_steps: int) -> Factor:
-    """Return a function of the step: half a cosine from `initial_factor` to 1, then half a cosine
-    to `final_factor`.
+    """Return half a cosine that rises from `initial_factor` to 1, then one down to `final_factor`.
 
-    The values are factors for the peak learning rate; the value is 1 after the share `rise` of all
-    steps.
+    The factor reaches 1 after the fraction `rise` of all steps.
 
     Source: Smith and Topin, Super-Convergence, 2017 (arXiv 1708.07120).
     """
@@ -72,7 +68,5 @@ def build_onecycle(config: OneCycleConfig, *, steps_per_epoch: int, total_steps:
 
 
 def _anneal(start: float, end: float, done: float) -> float:
-    """Return the value of half a cosine from `start` (at `done` = 0) to `end` (at `done` = 1 or
-    more).
-    """
+    """Return the value at `done` of half a cosine from `start` at 0 to `end` at 1 and above."""
     return end + (start - end) * (1 + math.cos(math.pi * min(done, 1.0))) / 2

@@ -34,11 +34,12 @@ from ddp_trainer.config.schedulers import (
     SchedulerConfig,
     StepConfig,
 )
-from ddp_trainer.training.optimizers import build_optimizer
-from ddp_trainer.training.schedulers import lr_factor
+from ddp_trainer.optim.optimizers import build_optimizer
+from ddp_trainer.optim.schedulers import lr_factor
 
 STEPS_PER_EPOCH = 7
-TOTAL_STEPS = 35
+EPOCHS = 5
+TOTAL_STEPS = EPOCHS * STEPS_PER_EPOCH
 PEAK = 0.3
 
 
@@ -57,9 +58,7 @@ def rates(scheduler: LRScheduler, steps: int = TOTAL_STEPS) -> list[float]:
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: SGD) -> LRScheduler:
-    return LambdaLR(
-        optimizer, lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, total_steps=TOTAL_STEPS)
-    )
+    return LambdaLR(optimizer, lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, epochs=EPOCHS))
 
 
 def our_rates(config: SchedulerConfig, steps: int = TOTAL_STEPS) -> list[float]:
@@ -108,7 +107,7 @@ def test_onecycle_is_torchs_with_cosine_annealing(rise: float) -> None:
         cycle_momentum=False,
     )
     config = OneCycleConfig(rise=rise, initial_factor=1 / 25, final_factor=1 / (25 * 400))
-    factor = lr_factor(config, steps_per_epoch=STEPS_PER_EPOCH, total_steps=total)
+    factor = lr_factor(config, steps_per_epoch=total, epochs=1)
     ours = [PEAK * factor(step) for step in range(total)]
     theirs = rates(torchs, total)
     assert ours[0] == pytest.approx(theirs[0])

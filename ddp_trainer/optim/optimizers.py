@@ -21,8 +21,10 @@ from ddp_trainer.config.optimizers import (
 def build_optimizer(
     config: OptimizerConfig, parameters: Iterable[Parameter], *, global_batch_size: int
 ) -> Optimizer:
-    """Return the optimizer that `config` chooses, at its peak learning rate; ConfigError if no
-    parameter is trained.
+    """Return the optimizer that `config` chooses, at its peak learning rate.
+
+    Raises:
+        ConfigError: no parameter needs a gradient.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
@@ -35,9 +37,7 @@ def build_optimizer(
 
 
 def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> SGD:
-    """Return torch's fused SGD with momentum buffers of zeros, because a skipped first step would
-    not create them.
-    """
+    """Return torch's fused SGD, with momentum buffers that exist before the first step."""
     optimizer = SGD(
         parameters,
         lr,
@@ -46,7 +46,7 @@ def build_sgd(config: SGDConfig, parameters: list[Parameter], *, lr: float) -> S
         nesterov=config.nesterov,
         fused=True,
     )
-    if config.momentum > 0:
+    if config.momentum > 0:  # because a skipped first update would leave them uninitialized
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -93,8 +93,10 @@ def build_lamb(config: LAMBConfig, parameters: list[Parameter], *, lr: float) ->
 
 
 def timm_optimizers() -> Any:
-    """Return the module ``timm.optim``, which is slow to import; ConfigError if timm is not
-    installed.
+    """Return the module ``timm.optim``, which is imported here because the import is slow.
+
+    Raises:
+        ConfigError: timm is not installed.
     """
     try:
         import timm.optim
@@ -109,27 +111,11 @@ def timm_optimizers() -> Any:
 def without_decay_of_vectors(
     parameters: list[Parameter], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Return two groups: weights; and biases and normalization, without weight decay and so, in
-    timm, trust ratio.
+    """Return two parameter groups: the weights, and the biases and normalization parameters.
+
+    The second group has no weight decay; timm's optimizers then use no trust ratio for it.
     """
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-
-
-def match_layout(optimizer: Optimizer) -> None:
-    """Change the memory layout of the optimizer's state to that of the parameters, if a checkpoint
-    had another one.
-
-    Fused kernels need this: they process a parameter and its state in the order of memory, and
-    ignore the strides.
-    """
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if (
-                torch.is_tensor(value)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

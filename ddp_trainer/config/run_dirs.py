@@ -1,0 +1,83 @@
+"""Run directories: what is one, and which of them a user may have meant."""
+
+import os
+import stat
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+
+from ddp_trainer.config.errors import ConfigError, require
+
+MAX_SUGGESTIONS = 3
+"""The largest number of run directories that a message lists."""
+
+
+def require_run_dir(run_dir: Path) -> None:
+    """Check that `run_dir` has config.yaml or checkpoints/; ConfigError if it has neither."""
+    if not is_run_dir(run_dir):
+        raise ConfigError(
+            f"{run_dir} is not a run directory: it has neither config.yaml nor checkpoints/"
+            + other_runs(run_dir)
+        )
+
+
+def is_run_dir(path: Path) -> bool:
+    """Return whether `path` has config.yaml or checkpoints/."""
+    return os.path.isfile(path / "config.yaml") or os.path.isdir(path / "checkpoints")
+
+
+def other_runs(path: Path) -> str:
+    """Return ``; did you mean …?`` with the run directories below `path` or similar to it, or "".
+
+    A path is completed by the folder outputs too, which is the default of output_dir.
+    """
+    below = run_dirs_in(path)
+    beside = [run for folder in (path.parent, "outputs") for run in run_dirs_in(Path(folder))]
+    near = get_close_matches(path.name, [run.name for run in beside], cutoff=0.5)
+    similar = [run for run in beside if run.name in near]
+    found = " or ".join(str(run) for run in dict.fromkeys((below or similar)[:MAX_SUGGESTIONS]))
+    return found and f"; did you mean {found}?"
+
+
+def run_dirs_in(folder: Path) -> list[Path]:
+    """Return the run directories in `folder`, or [] if it cannot be read."""
+    try:
+        return sorted(path for path in folder.iterdir() if is_run_dir(path))
+    except OSError:
+        return []
+
+
+def check_links(run_dir: Path) -> None:
+    """Check that all files in `run_dir`, which may come from somebody else, are really in it.
+
+    Raises:
+        ConfigError: a link leads out of `run_dir`, or a file has another name elsewhere, so that a
+            write would change a file outside; or there is a pipe or a device, which may never end.
+    """
+    root = Path(os.path.realpath(run_dir))
+    for folder, names, files in os.walk(root):
+        for name in (*names, *files):
+            path = Path(folder, name)
+            # not Path.resolve, which raises an exception for a loop of links
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                raise ConfigError(
+                    f"{path} is a link that leads out of the run directory, to {path.readlink()}:"
+                    " remove it; to use another disk, set output_dir"
+                )
+            check_file(path)
+        if "wandb" in names:
+            names.remove("wandb")  # not checked, because wandb itself makes links to its cache
+
+
+def check_file(path: Path) -> None:
+    """Check that `path` is a folder, a link, or a file with one name; ConfigError if not."""
+    with suppress(FileNotFoundError):  # a temporary file of another process
+        status = os.lstat(path)
+        is_file = stat.S_ISREG(status.st_mode)
+        is_other = not (is_file or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode))
+        require(not is_other, f"{path} is no regular file: remove it")
+        require(
+            not (is_file and status.st_nlink > 1),
+            f"{path} is a hard link, so that a write to it changes another file: replace it by a"
+            " copy (cp -r copies a whole run directory)",
+        )

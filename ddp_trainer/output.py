@@ -1,0 +1,63 @@
+"""Files that commands write for the user."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from io import BufferedRandom
+from pathlib import Path
+
+from ddp_trainer.config.errors import path_error, require
+from ddp_trainer.files import lock_file, remove_unfinished, replace_file
+
+LOCK_SECONDS = 60.0
+OTHER_OUTPUT = "; set output=… to a path that can be written"
+
+
+@contextmanager
+def output_file(path: Path, *, fix: str = "", begin: bytes = b"") -> Iterator[BufferedRandom]:
+    """Yield a temporary file, which is renamed to `path` if the ``with`` block succeeds.
+
+    Creates the folder of `path`. fix: the end of the message of an error. begin: the first bytes of
+    each file of this kind; a file with other content is not replaced, unless it is empty.
+
+    Raises:
+        ConfigError, TransientError: the file cannot be written; an old file at `path` is unchanged.
+    """
+    require(
+        os.path.isfile(path) or not os.path.lexists(path),
+        f"{path} is no file that can be replaced{fix}",
+    )
+    try:
+        if path.exists():
+            with open(path, "rb") as old:
+                is_own = old.read(len(begin)) in (b"", begin)
+            require(is_own, f"{path} is not replaced, because another program wrote it{fix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as file:
+            yield file
+    except OSError as error:
+        raise path_error(
+            error, f"{path} cannot be written: {error.strerror or error}{fix}"
+        ) from error
+
+
+@contextmanager
+def output_folder(folder: Path, *, fix: str = "") -> Iterator[None]:
+    """Create and lock `folder`, and remove temporary files that killed processes left in it.
+
+    fix: the end of the message of an error.
+
+    Raises:
+        ConfigError, TransientError: the folder cannot be written, or another process writes to it.
+    """
+    holder = f"another process is writing to {folder}: wait for it, and start the command again"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_file(folder / ".lock", seconds=LOCK_SECONDS, holder=holder))
+            remove_unfinished(folder)
+        except OSError as error:
+            raise path_error(
+                error, f"{folder} cannot be written: {error.strerror or error}{fix}"
+            ) from error
+        yield

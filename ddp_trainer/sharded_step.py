@@ -1,0 +1,211 @@
+"""A training step whose result has the same bits at any number of ranks: `shards=V`.
+
+The global batch is split into V shards, whatever the number of ranks is. A shard has a forward and
+a backward pass of its own, random numbers of its own, and BatchNorm statistics of its own. What the
+shards add is summed by one fixed tree, see `ddp_trainer.sync.shards`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_trainer.data.loaders import Batch
+from ddp_trainer.distributed.seeding import derive_seed, seed_device
+from ddp_trainer.sync.base import flatten, unflatten
+from ddp_trainer.sync.buffers import flatten_buffers, floating_buffers, restore_buffers
+from ddp_trainer.sync.shards import (
+    PendingNode,
+    SumOverRanks,
+    largest_nodes,
+    samples_of,
+    shards_of,
+    sum_node,
+)
+from ddp_trainer.training.metrics import MetricSums
+from ddp_trainer.training.phase import Phase
+from ddp_trainer.training.run import Observer, TrainingRun
+from ddp_trainer.training.step import TrainStep
+
+BUCKET_BYTES = 4 * 2**20
+"""The minimum size of a bucket: of gradients that ranks exchange together."""
+BUCKETS_AHEAD = 2
+"""How many sums over ranks have begun before the second exchange of an earlier one begins."""
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Return the SHA-256, in hex digits, of the bytes of all parameters and buffers of `model`."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class WeightsHash(Observer):
+    """Adds the hash of the final weights to summary.json."""
+
+    def summary_values(self, run: TrainingRun) -> dict[str, Any]:
+        return {"weights_sha256": weights_sha256(run.model)}
+
+
+def buckets_of(parameters: Sequence[Tensor]) -> Iterator[slice]:
+    """Yield the places of parameters that have at least `BUCKET_BYTES` together, in order.
+
+    The last slice has no end: it also has what is summed besides the gradients.
+    """
+    first = size = 0
+    for place, parameter in enumerate(parameters, 1):
+        size += parameter.nbytes
+        if size >= BUCKET_BYTES and place < len(parameters):
+            yield slice(first, place)
+            first = place
+            size = 0
+    yield slice(first, None)
+
+
+def take_gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient of `parameter`, or zeros, and set ``.grad`` to None."""
+    gradient = parameter.grad
+    parameter.grad = None
+    return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def unflatten_gradients(vector: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Set each ``.grad`` to its part of `vector`, [n], in the memory layout of the parameter."""
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, part in zip(parameters, vector.split(sizes), strict=True):
+        parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+
+
+class ShardedStep(TrainStep):
+    """A training step over the shards of a rank."""
+
+    def __init__(self, *arguments: Any, num_shards: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.num_shards = num_shards
+        self.shards = shards_of(
+            self.world.rank, world_size=self.world.world_size, num_shards=num_shards
+        )
+        self.loss_scale = 1 / self.settings.global_batch_size
+        self.buffer_world = replace(self.world, rank=0, world_size=1)  # they are equal on all ranks
+        # Backward computes the gradients of the last layers first.
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad][::-1]
+        self.buckets = list(buckets_of(self.parameters))
+        self.buffers = list(self.model.buffers())
+        self.statistics = floating_buffers(self.model)
+        self.nodes: list[list[Tensor]] = []
+        """The sums of this rank's `largest_nodes`, except the one with the last shard."""
+        self.pending: PendingNode
+        self.running: list[SumOverRanks] = []
+        """The sums of the buckets of this step that have begun."""
+        self.is_last = False
+        """Whether the backward pass of this rank's last shard is running."""
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+
+    has_whole_sums = True
+
+    @property
+    def own_sums(self) -> Tensor:
+        """Each rank has the whole sums; they are those of rank 0, so that they count once."""
+        parts = [*[self.world.is_main] * 3, 1]  # each rank skips an update
+        return self.sums.vector * self.sums.vector.new_tensor(parts)
+
+    def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Split a rank's share of a batch into its shards."""
+        samples = samples_of(
+            self.shards, num_shards=self.num_shards, batch_size=self.settings.global_batch_size
+        )
+        sizes = [len(part) for part in samples]
+        return list(zip(images.split(sizes), labels.split(sizes), strict=True))
+
+    def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Set each ``.grad`` to the mean over the global batch; return the mean loss on rank 0.
+
+        Other ranks return 0. BatchNorm's statistics become the mean of those of the shards. While
+        the backward pass of the last shard goes on, ranks exchange the gradients that are ready.
+        """
+        parts = self.split(images, labels)
+        before = [buffer.clone() for buffer in self.buffers]
+
+        def run(shard: int) -> Tensor:
+            if before:
+                torch._foreach_copy_(self.buffers, before)
+            sums = self.run_shard(shard, *parts[shard - self.shards.start])
+            return flatten([*(buffer.float() for buffer in self.statistics), sums])
+
+        def summands(shard: int) -> list[Tensor]:
+            others = run(shard)
+            return [*map(take_gradient, self.parameters), others]
+
+        *nodes, last = largest_nodes(self.shards, (0, self.num_shards))
+        self.nodes = [sum_node(node, summands) for node in nodes]
+        self.pending = PendingNode(last, summands)
+        self.running = []
+        others = run(self.shards[-1])  # calls `begin_bucket` for each bucket but the last
+        self.on_phase(Phase.gradient_sync)
+        for bucket in self.buckets[len(self.running) : -1]:  # those without any gradient
+            self.begin_bucket(bucket)
+        self.begin_bucket(self.buckets[-1], others)
+        *totals, last = (sum_.result() for sum_ in self.running)
+        gradients, statistics, sums = last.split([len(last) - len(others), len(others) - 4, 4])
+        for bucket, total in zip(self.buckets, [*totals, gradients], strict=True):
+            unflatten_gradients(total, self.parameters[bucket])
+        unflatten(statistics / self.num_shards, self.statistics)
+        self.sums.vector += sums
+        return sums[0] * float(self.world.is_main) / self.settings.global_batch_size
+
+    def run_shard(self, shard: int, images: Tensor, labels: Tensor) -> Tensor:
+        """Run forward and backward of a shard; return the values of its `MetricSums`, float32."""
+        self.on_phase(Phase.forward)
+        seed = derive_seed(self.settings.seed, step=self.count, purpose=f"shard {shard}")
+        seed_device(self.world.device, seed)
+        loss, loss_sum, logits = self.compute_loss(self.model, images, labels)
+        sums = MetricSums(self.world.device)
+        sums.add(loss_sum, logits, labels)
+        self.on_phase(Phase.backward)
+        self.is_last = shard == self.shards[-1]
+        loss.backward()
+        self.is_last = False
+        return sums.vector.float()
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Begin the sums of buckets whose gradients are complete, in the order of the buckets."""
+        while self.is_last and len(self.running) < len(self.buckets) - 1:
+            bucket = self.buckets[len(self.running)]
+            if any(parameter.grad is None for parameter in self.parameters[bucket]):
+                return
+            self.begin_bucket(bucket)
+
+    def begin_bucket(self, bucket: slice, *others: Tensor) -> None:
+        """Begin the sum over ranks of the gradients in `bucket`, and of `others`."""
+        summands = [*map(take_gradient, self.parameters[bucket]), *others]
+        sums = [*(node[bucket] for node in self.nodes), self.pending.complete(bucket, summands)]
+        parts = list(map(flatten, sums))
+        self.running.append(SumOverRanks(parts, self.world, num_shards=self.num_shards))
+        for sum_ in self.running[:-BUCKETS_AHEAD]:
+            sum_.gather()
+
+    def measure_statistics(
+        self, model: nn.Module, batches: Iterable[Batch], reset: Callable[[], None]
+    ) -> None:
+        """Set the statistics of `model` to the mean of those of the shards. Collective."""
+        parts = [self.split(batch.images, batch.labels) for batch in batches]
+
+        def measure(shard: int) -> list[Tensor]:
+            reset()
+            for part in parts:
+                with self.autocast():
+                    model(part[shard - self.shards.start][0])
+            return [flatten_buffers(model)]
+
+        sums = [sum_node(n, measure)[0] for n in largest_nodes(self.shards, (0, self.num_shards))]
+        total = SumOverRanks(sums, self.world, num_shards=self.num_shards).result()
+        restore_buffers(model, total / self.num_shards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"weights_sha256": weights_sha256(self.model)}

@@ -1,0 +1,139 @@
+"""Sums over the shards of a global batch whose bits do not depend on the number of ranks.
+
+Floating-point sums depend on the order of their additions. Here a binary tree over the V shards
+fixes this order: the node [a, b) is the sum of the nodes [a, m) and [m, b), m = (a + b + 1) // 2. A
+rank computes a contiguous run of shards, and with it the nodes inside of this run. Each rank then
+completes one chunk of the elements, and sends it to the others. If the nodes of each rank are one
+whole subtree, a rank sends 2·(W − 1)/W·n elements for W ranks and n elements, like a ring.
+
+Source: Villa et al., Effects of Floating-Point Non-Associativity on Numerical Computations on
+Massively Multithreaded Systems, 2009, which names a fixed tree as a remedy.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ddp_trainer.distributed.world import World, wait, waiting
+
+Node = tuple[int, int]
+"""The first shard of a node of the tree, and the end, which is exclusive."""
+
+
+def shards_of(rank: int, *, world_size: int, num_shards: int) -> range:
+    """Return the shards that a rank computes; their numbers differ by at most one between ranks."""
+    return range(rank * num_shards // world_size, (rank + 1) * num_shards // world_size)
+
+
+def samples_of(shards: range, *, num_shards: int, batch_size: int) -> list[range]:
+    """Return for each of `shards` the positions of its samples in the global batch."""
+    bounds = [shard * batch_size // num_shards for shard in (*shards, shards.stop)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    """Return the two nodes whose sum is `node`."""
+    first, end = node
+    middle = (first + end + 1) // 2
+    return (first, middle), (middle, end)
+
+
+def largest_nodes(shards: range, node: Node) -> list[Node]:
+    """Return the largest nodes below `node` that are inside of `shards`, in order."""
+    first, end = node
+    if end <= shards.start or shards.stop <= first:
+        return []
+    if shards.start <= first and end <= shards.stop:
+        return [node]
+    return [found for child in children(node) for found in largest_nodes(shards, child)]
+
+
+def sum_node(node: Node, leaf: Callable[[int], list[Tensor]]) -> list[Tensor]:
+    """Return the sums of `node`; ``leaf(shard)`` returns new tensors, the summands of a shard.
+
+    `leaf` is called for each shard in order. At most log2(V) + 1 lists of summands exist at a time.
+    """
+    if node[1] - node[0] == 1:
+        return leaf(node[0])
+    left, right = (sum_node(child, leaf) for child in children(node))
+    torch._foreach_add_(left, right)
+    return left
+
+
+class PendingNode:
+    """The sum of a node from which only its last shard is missing."""
+
+    def __init__(self, node: Node, leaf: Callable[[int], list[Tensor]]) -> None:
+        """leaf: as in `sum_node`; it is not called for the last shard."""
+        self.lefts: list[list[Tensor]] = []
+        while node[1] - node[0] > 1:
+            left, node = children(node)
+            self.lefts.append(sum_node(left, leaf))
+
+    def complete(self, places: slice, summands: list[Tensor]) -> list[Tensor]:
+        """Return the sums at `places` in the list of summands; `summands`: those of the shard."""
+        for left in reversed(self.lefts):
+            torch._foreach_add_(left[places], summands)
+            summands = left[places]
+        return summands
+
+
+class SumOverRanks:
+    """A sum over all shards that ranks compute together, in two exchanges, while they go on.
+
+    All ranks must create these objects and call their methods in the same order.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], world: World, *, num_shards: int) -> None:
+        """Begin the sum. parts: the sums of this rank's `largest_nodes`, [n] each."""
+        self.world = world
+        self.root = (0, num_shards)
+        self.total = torch.empty_like(parts[0])
+        self.pieces = self.total.tensor_split(world.world_size)
+        ranks = range(world.world_size)
+        self.others = [rank for rank in ranks if rank != world.rank]
+        runs = [shards_of(rank, world_size=len(ranks), num_shards=num_shards) for rank in ranks]
+        self.nodes = [largest_nodes(shards, self.root) for shards in runs]
+        chunks = [part.tensor_split(world.world_size) for part in parts]  # one for each rank
+        by_rank = [torch.stack(own) for own in zip(*chunks, strict=True)]
+        own = by_rank[world.rank]
+        self.rows = [own.new_empty(len(nodes), own.shape[1]) for nodes in self.nodes]
+        self.rows[world.rank] = own
+        self.sent = [(by_rank[rank], rank) for rank in self.others]  # kept until it has arrived
+        self.requests = world.begin_exchange(
+            send=self.sent, receive=[(self.rows[rank], rank) for rank in self.others]
+        )
+        self.is_gathering = False
+
+    @waiting()
+    def gather(self) -> None:
+        """Complete this rank's chunk, and begin to send it to all other ranks."""
+        if self.is_gathering:
+            return
+        self.is_gathering = True
+        wait(self.requests)
+        known: dict[Node, Tensor] = {}
+        for nodes, rows in zip(self.nodes, self.rows, strict=True):
+            known |= zip(nodes, rows, strict=True)
+        piece = self.pieces[self.world.rank].copy_(complete(self.root, known))
+        self.requests = self.world.begin_exchange(
+            send=[(piece, rank) for rank in self.others],
+            receive=[(self.pieces[rank], rank) for rank in self.others],
+        )
+
+    @waiting()
+    def result(self) -> Tensor:
+        """Return the sum, [n], with the same bits on every rank."""
+        self.gather()
+        wait(self.requests)
+        return self.total
+
+
+def complete(node: Node, known: dict[Node, Tensor]) -> Tensor:
+    """Return the sum of `node` from those of nodes below it."""
+    if node in known:
+        return known[node]
+    left, right = (complete(child, known) for child in children(node))
+    return left + right

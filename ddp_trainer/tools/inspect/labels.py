@@ -1,0 +1,112 @@
+"""Finds images whose label is probably wrong, by the predictions of models not trained on them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddp_trainer.config.errors import require
+from ddp_trainer.data.dataset import Split, num_samples, sample_name
+from ddp_trainer.distributed.environment import Environment
+from ddp_trainer.distributed.process_group import process_group
+from ddp_trainer.tools.scoring import evaluate_split
+from ddp_trainer.tools.splits import choose_split
+from ddp_trainer.tools.trained_model import load_model
+from ddp_trainer.training.evaluation import ID
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """An image whose label is probably wrong, and the class that a model takes it for."""
+
+    path: str
+    label: str
+    suggested: str
+    probability: float
+    """The probability of the suggested class."""
+
+
+def suspected_labels(
+    run_dirs: Sequence[Path],
+    class_names: Sequence[str],
+    splits: Sequence[Split],
+    environment: Environment,
+) -> list[Suspect]:
+    """Return the suspects among the images on which the runs were evaluated, the clearest first.
+
+    Together, the runs of a cross-validation have evaluated all images of the training split.
+
+    Raises:
+        ConfigError: a run cannot be used, it has other classes than `class_names` or other images
+        than `splits`, or two runs have evaluated the same image.
+    """
+    names = list(class_names)
+    images = {
+        os.path.abspath(sample_name(split, index))
+        for split in splits
+        for index in range(num_samples(split))
+    }
+    seen: dict[str, Path] = {}
+    paths: list[str] = []
+    parts = []
+    for run_dir in run_dirs:
+        trained = load_model(run_dir)
+        require(
+            names == trained.class_names,
+            f"{run_dir} was trained on other classes than those of this data set: give runs of it",
+        )
+        split = choose_split(trained).images
+        own = [os.path.abspath(sample_name(split, index)) for index in range(num_samples(split))]
+        for path in own:  # before the evaluation, which takes long
+            require(
+                path in images,
+                f"{run_dir} was evaluated on {path}, which this data set lacks: give runs of it",
+            )
+            require(
+                path not in seen,
+                f"{run_dir} and {seen.get(path)} were evaluated on the same images: give one run"
+                " for each data.fold",
+            )
+            seen[path] = run_dir
+        with process_group(environment, **trained.config.process_group) as world:
+            results, _ = evaluate_split(trained, split, world, bad=[], keeps_probabilities=True)
+            ids = results.gather(world)[:, ID].long()
+            parts.append(results.gather_probabilities(world))
+        paths += [sample_name(split, index) for index in ids.tolist()]
+    probabilities, labels = (torch.cat(values) for values in zip(*parts, strict=True))
+    return [
+        Suspect(
+            path=paths[place],
+            label=names[labels[place]],
+            suggested=names[suggested],
+            probability=float(probabilities[place, suggested]),
+        )
+        for place, suggested in confident_errors(probabilities, labels)
+    ]
+
+
+def confident_errors(probabilities: Tensor, labels: Tensor) -> list[tuple[int, int]]:
+    """Return the suspects, as pairs of a sample and its probable class, the clearest first.
+
+    A class is probable for a sample if its probability is at least the mean of this probability
+    over the samples that have the class as label. A sample is suspected if the most probable of
+    these classes is not its label.
+
+    probabilities: float32 [N, C], of models that were not trained on the sample. labels: int64 [N].
+
+    Source: Northcutt, Jiang and Chuang, Confident Learning: Estimating Uncertainty in Dataset
+    Labels, 2021: the off-diagonals of the confident joint, ordered by the normalized margin.
+    """
+    num_classes = probabilities.shape[1]
+    sizes = torch.bincount(labels, minlength=num_classes)
+    own = probabilities.gather(1, labels[:, None])[:, 0]
+    thresholds = torch.zeros(num_classes).index_add_(0, labels, own) / sizes
+    probable = probabilities.where(probabilities >= thresholds, -1)  # NaN without samples: never
+    best, suggested = probable.max(1)
+    margin = own - best
+    chosen = ((best >= 0) & (suggested != labels)).nonzero()[:, 0]
+    chosen = chosen[margin[chosen].argsort()]
+    return [(place, int(suggested[place])) for place in chosen.tolist()]

@@ -1,0 +1,55 @@
+"""A plug-in: ``observer=[kills]`` kills ranks at places in the training, at each of them once."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from ddp_trainer import Observer, ObserverConfig, register_observer
+from ddp_trainer.config.errors import NAMED, config_class, setting
+from ddp_trainer.training.phase import Phase
+from ddp_trainer.training.run import TrainingRun
+
+
+@config_class
+class KillsConfig(ObserverConfig):
+    name: str = "kills"
+    plan: str = setting("", NAMED)
+    """Words ``slot:phase:step:milliseconds``: kill the rank of the slot so many milliseconds after
+    it has entered the phase at that step, or at a later one.
+    """
+    folder: str = setting("", NAMED)
+    """A folder for a file for each word that was carried out."""
+
+
+class Kills(Observer):
+    def __init__(self, config: KillsConfig) -> None:
+        self.folder = Path(config.folder)
+        words = [word.split(":") for word in config.plan.split()]
+        self.plan = [
+            (":".join(word), phase, int(step), float(delay) / 1000)
+            for word in words
+            for slot, phase, step, delay in [word]
+            if slot == os.environ.get("RANK")
+        ]
+
+    def on_phase(self, run: TrainingRun, phase: Phase) -> None:
+        for word, name, step, delay in self.plan:
+            if name == phase.name and run.step >= step and self.is_first(word):
+                threading.Thread(target=end_after, args=[delay], daemon=True).start()
+
+    def is_first(self, word: str) -> bool:
+        try:
+            (self.folder / word).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def end_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+register_observer("kills", KillsConfig, Kills)

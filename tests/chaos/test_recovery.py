@@ -1,0 +1,383 @@
+"""A rank is lost, and the others go on: `recovery.min_ranks`."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import ROOT, launch, on_ranks, plugins, start_command, wait_for
+from runs import TINY, newest_checkpoint, read_summary, records
+from torch.distributed import TCPStore
+
+from ddp_trainer.config.errors import USER_ERROR
+from ddp_trainer.distributed.environment import read_environment
+from ddp_trainer.distributed.membership import Membership, Process, Round, start_time_of
+
+RANKS = 3
+JOB = (*TINY, "data.num_train=960", "recovery.min_ranks=1", "num_threads=1")
+SHARDS = (*JOB, "shards=6")
+STEPS = 80
+"""The number of steps of an epoch."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Job:
+    """A job of three ranks on this machine, each with a torchrun of its own."""
+
+    def __init__(self, folder: Path, *words: str, **variables: Any) -> None:
+        self.run_dir = folder / "run"
+        self.process = start_command(
+            [str(ROOT / "launch/local.sh"), *words, f"output_dir={folder}", "name=run"],
+            ISOLATED="1",
+            NPROC=str(RANKS),
+            **variables,
+        )
+
+    def ranks(self) -> dict[int, int]:
+        """Return the ids of the processes that train, by slot."""
+        found = {}
+        for agent in children(self.process.pid):
+            for worker in children(agent):
+                with_slot = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+                names = dict(word.split(b"=", 1) for word in with_slot if b"=" in word)
+                if b"RANK" in names:
+                    found[int(names[b"RANK"])] = worker
+        return found
+
+    def wait_for_step(self, step: int = 1) -> None:
+        wait_for(lambda: steps(self.run_dir) >= step or self.process.poll() is not None)
+        assert self.process.poll() is None, self.process.communicate()[0]
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=240)
+        return self.process.returncode, output
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:  # it has ended
+        return []
+
+
+def steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return records(run_dir)[-1]["step"] if path.exists() and path.read_text() else 0
+
+
+@contextmanager
+def job(folder: Path, *words: str, **variables: Any) -> Iterator[Job]:
+    running = Job(folder, *words, **variables)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            subprocess.run(["kill", "-KILL", f"-{running.process.pid}"], check=False)
+
+
+def curves(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the values in metrics.jsonl that are not measurements, with their steps."""
+    tags = ("step", "train/", "eval/", "samples/", "optim/")
+    values = [
+        {tag: value for tag, value in record.items() if tag.startswith(tags)}
+        for record in records(run_dir)
+    ]
+    return [record for record in values if len(record) > 1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = launch(*SHARDS, "epochs=14", f"output_dir={folder}", "name=run")
+    assert done.code == 0, done.output
+    return folder / "run"
+
+
+def plan_of(seed: int, number: int) -> str:
+    """Return a plan for the observer in killing.py: places in the training, and slots."""
+    chance = random.Random(seed)
+    places = ["gradient_sync", "gradient_sync", "evaluation", "save", "forward", "control_point"]
+    words = []
+    for kill in range(number):
+        slot = 0 if kill in (0, 2) else chance.randrange(RANKS)  # rank 0 writes the files
+        step = chance.randrange(STEPS * 7)
+        words.append(f"{slot}:{places[kill % len(places)]}:{step}:{chance.uniform(0, 8):.1f}")
+    together = chance.randrange(STEPS * 7)
+    return " ".join([*words, *(f"{slot}:backward:{together}:1" for slot in (1, 2))])
+
+
+@pytest.mark.fault("SIGKILL of a rank, while the others go on", times=10)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RECOVERY_JOBS", "2"))))
+def test_killed_ranks_do_not_change_a_bit(seed: int, undisturbed: Path, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    done.mkdir()
+    words = (
+        *SHARDS,
+        "epochs=14",
+        "observer=[kills]",
+        f"observer.kills.plan='{plan_of(seed, 8)}'",
+        f"observer.kills.folder={done}",
+    )
+    with job(tmp_path, *words, **plugins("killing", ROOT / "tests/chaos")) as running:
+        code, output = running.end()
+    assert code == 0, output
+    assert len(list(done.iterdir())) >= 8
+    summary = read_summary(running.run_dir)
+    assert summary["weights_sha256"] == read_summary(undisturbed)["weights_sha256"]
+    assert curves(running.run_dir) == curves(undisturbed)
+    assert summary["rounds"] > 8
+    assert "Traceback" not in output
+
+
+@pytest.mark.fault("SIGKILL of a rank without shards")
+def test_without_shards_the_samples_are_the_same(tmp_path: Path) -> None:
+    words = (*JOB, "epochs=3")
+    done = launch(*words, f"output_dir={tmp_path}", "name=whole", ranks=None)
+    assert done.code == 0, done.output
+    with job(tmp_path, *words) as running:
+        running.wait_for_step(20)
+        os.kill(running.ranks()[1], signal.SIGKILL)
+        code, output = running.end()
+    assert code == 0, output
+    whole = records(tmp_path / "whole", "samples/digest")
+    ours = records(running.run_dir, "samples/digest")
+    for tag in ("step", "samples/count", "samples/digest"):
+        assert [record[tag] for record in ours] == [record[tag] for record in whole]
+    models = [newest_checkpoint(path)["model"] for path in (tmp_path / "whole", running.run_dir)]
+    torch.testing.assert_close(models[1], models[0], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.fault("SIGSTOP of a rank, while the others go on")
+@pytest.mark.parametrize("slot", [0, 2])
+def test_a_silent_rank_is_replaced(slot: int, undisturbed: Path, tmp_path: Path) -> None:
+    with job(tmp_path, *SHARDS, "epochs=14", "recovery.silent_seconds=2") as running:
+        running.wait_for_step()
+        stopped = running.ranks()[slot]
+        os.kill(stopped, signal.SIGSTOP)
+        code, output = running.end()
+    assert code == 0, output
+    assert f"rank {slot} on " in output
+    assert "was lost" in output
+    assert not Path(f"/proc/{stopped}").exists()
+    hashes = [read_summary(path)["weights_sha256"] for path in (running.run_dir, undisturbed)]
+    assert hashes[0] == hashes[1]
+
+
+def test_too_few_ranks_save_and_end(undisturbed: Path, tmp_path: Path) -> None:
+    words = (*SHARDS, "epochs=14", "recovery.min_ranks=3", "recovery.join_seconds=5")
+    with job(tmp_path, *words) as running:
+        running.wait_for_step()
+        agent = children(running.process.pid)[1]
+        os.kill(agent, signal.SIGKILL)  # with its rank, and nobody starts it again
+        code, output = running.end()
+    assert code != 0
+    expected = "of at least 3 ranks (recovery.min_ranks) are left, and no others came within 5 s"
+    assert output.count(expected) == 1, output
+    assert "the state is saved as " in output
+    done = launch(*SHARDS, "epochs=14", f"output_dir={tmp_path}", "name=run")
+    assert done.code == 0, done.output
+    hashes = [read_summary(path)["weights_sha256"] for path in (running.run_dir, undisturbed)]
+    assert hashes[0] == hashes[1]
+
+
+def test_a_group_that_no_rank_can_form_ends_the_job(tmp_path: Path) -> None:
+    """gloo fails at each start: no rank was lost, and another round would not help."""
+    with job(tmp_path, *JOB, "epochs=1", GLOO_DEVICE_TRANSPORT="none") as running:
+        code, output = running.end()
+    assert code == 1, output
+    assert "process groups in a row could not be formed: " in output
+
+
+def test_an_exception_ends_the_job_with_one_cause(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "raising.py").write_text(RAISING)
+    words = (*SHARDS, "epochs=14", "observer=[raising]")
+    began = time.monotonic()
+    with job(tmp_path, *words, **plugins("raising", folder)) as running:
+        code, output = running.end()
+    assert code == 1, output
+    assert output.count("Root Cause") == 1, output
+    assert "ObserverError: observer=raising failed in on_step (ValueError: not this" in output
+    assert time.monotonic() - began < 60
+
+
+RAISING = """
+import json
+import os
+
+from ddp_trainer import Observer, ObserverConfig, register_observer
+from ddp_trainer.config.errors import config_class
+
+
+@config_class
+class RaisingConfig(ObserverConfig):
+    name: str = "raising"
+
+
+class Raising(Observer):
+    def __init__(self, config):
+        pass
+
+    def on_step(self, run):
+        if run.step == 30 and os.environ["RANK"] == "1":
+            raise ValueError("not this batch")
+
+
+register_observer("raising", RaisingConfig, Raising)
+"""
+
+
+def test_another_program_that_writes_to_the_store_ends_the_job_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    bystander = subprocess.Popen(["sleep", "600"])
+    with job(tmp_path, *SHARDS, "epochs=100") as running:
+        running.wait_for_step()
+        worker = running.ranks()[1]
+        words = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+        [port] = [int(word[12:]) for word in words if word.startswith(b"MASTER_PORT=")]
+        store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+        begun = start_time_of(bystander.pid)
+        forged = [1, "nobody", socket.gethostname(), bystander.pid, begun, 1, False]
+        for key in [key for key in store.list_keys() if key.startswith("recovery/member/")]:
+            store.set(key, "garbage")
+        store.set("recovery/member/1", json.dumps(forged))
+        store.set("recovery/round", "garbage")
+        os.kill(worker, signal.SIGKILL)
+        code, output = running.end()
+    assert code == 1, output
+    assert "another program writes to the store" in output
+    assert "Traceback" not in output
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_stop_is_graceful(tmp_path: Path) -> None:
+    with job(tmp_path, *SHARDS, "epochs=30") as running:
+        running.wait_for_step(20)
+        os.kill(running.process.pid, signal.SIGTERM)
+        code, output = running.end()
+    assert code == 0, output
+    assert "not finished: the same command resumes it" in output
+
+
+def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: Path) -> None:
+    """It takes the place of a rank that was killed, as a node with another checkout would."""
+    with job(tmp_path, *SHARDS, "epochs=14", MAX_RESTARTS="0") as running:
+        running.wait_for_step()
+        killed = running.ranks()[1]
+        names = dict(
+            word.split(b"=", 1)
+            for word in Path(f"/proc/{killed}/environ").read_bytes().split(b"\0")
+            if b"=" in word
+        )
+        variables = {name.decode(): value.decode() for name, value in names.items()}
+        os.kill(killed, signal.SIGKILL)
+        words = (*SHARDS, "epochs=14", "seed=1", f"output_dir={tmp_path}", "name=run")
+        other = subprocess.run(
+            [sys.executable, "-m", "ddp_trainer", *words],
+            env=variables | {"DDP_TRAINER_LOCAL_RANK": "0"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        _, output = running.end()
+    assert other.returncode == USER_ERROR, other.stderr
+    assert "other versions, settings or data than the ranks that train" in other.stderr
+    assert read_summary(running.run_dir)["steps"] == 14 * STEPS, output
+
+
+def test_a_torchrun_of_several_ranks_is_refused(tmp_path: Path) -> None:
+    done = launch(*JOB, f"output_dir={tmp_path}", ranks=2)
+    assert done.code != 0
+    assert "needs a torchrun process for each rank" in done.output
+
+
+@pytest.mark.parametrize("nonce", ["former", "successor"])
+def test_only_a_lost_member_is_killed_and_not_its_successor(nonce: str) -> None:
+    """torchrun starts a lost rank again under the same slot, perhaps before the loss is noticed."""
+    bystander = subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "1"})
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limits = {"min_ranks": 1, "join_seconds": 1, "silent_seconds": 0}
+        membership = Membership(store, slot=0, num_slots=2, **limits)
+        membership.round = Round(1, [1], ["former"])
+        host = socket.gethostname()
+        entry = Process(1, nonce, host, bystander.pid, start_time_of(bystander.pid))
+        membership._seen[1] = (entry, time.monotonic() - 1)
+        membership._watch()
+        assert membership.is_broken
+        if nonce == "former":
+            assert bystander.wait(timeout=10) == -signal.SIGKILL
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                bystander.wait(timeout=0.5)
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+NUM_ROUNDS = 200
+
+
+def _rounds() -> list[list[int]]:
+    """Form one process group after another; return threads, sockets and pages after some."""
+    import torch.distributed as dist
+
+    from ddp_trainer.config.schema import Backend, Device
+    from ddp_trainer.distributed.process_group import process_group, shutdown
+
+    environment = read_environment()
+    store = next(dist.rendezvous("env://"))[0]
+    members = Membership(
+        store, slot=environment.rank, num_slots=2, min_ranks=2, join_seconds=60, silent_seconds=60
+    )
+    sizes = []
+    with members:
+        for number in range(NUM_ROUNDS):
+            options: dict[str, Any] = {"device": Device.cpu, "backend": Backend.gloo}
+            options |= {"num_threads": 1, "timeout_seconds": 60, "membership": members}
+            with suppress(InterruptedError), process_group(environment, **options) as world:
+                assert world.all_reduce(torch.ones(1)).item() == 2
+                raise InterruptedError  # else the context would leave the group by itself
+            members.leave_round()
+            shutdown()
+            if number % 50 == 49:
+                process = Path("/proc/self")
+                pages = int((process / "statm").read_text().split()[1])
+                sizes.append(
+                    [
+                        len(list((process / "task").iterdir())),
+                        len(list((process / "fd").iterdir())),
+                        pages,
+                    ]
+                )
+    return sizes
+
+
+def test_many_rounds_leave_nothing_behind() -> None:
+    for sizes in on_ranks(2, _rounds):
+        first, *others = sizes
+        for threads, files, pages in others:
+            assert threads <= first[0]
+            assert files <= first[1]
+            assert pages - first[2] < 1000  # 4 MB

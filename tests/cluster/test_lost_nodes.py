@@ -1,0 +1,103 @@
+"""Nodes that are lost while the others go on: killed, without power, and started again."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from chaos.test_recovery import plan_of
+from processes import ROOT, launch, plugins
+from runs import TINY, read_summary
+
+from cluster.namespaces import Hosts, can_make_hosts
+from cluster.slurm import until
+from cluster.test_nodes import Job
+from cluster.test_slurm import Jobs, jobs
+
+__all__ = ["jobs"]
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not can_make_hosts(), reason="root")]
+
+WORDS = (*TINY, "data.num_train=960", "shards=6", "num_threads=1", "recovery.silent_seconds=3")
+WENT_ON = re.compile(r"rank \d on (\S+) was lost at step \d+; \d ranks went on ([\d.]+) s later")
+
+
+@pytest.mark.fault("a node that is killed or has no power, while the others go on", times=2)
+def test_nodes_are_lost_and_come_back(hosts: Hosts, tmp_path: Path) -> None:
+    words = (*WORDS, "epochs=20")
+    done = launch(*words, f"output_dir={tmp_path}", "name=whole", deadline=300)
+    assert done.code == 0, done.output
+    job = Job(hosts, tmp_path, *words, nnodes="1:4")
+
+    def news(text: str) -> None:
+        until(lambda: text in job.log(0).read_text(), text, deadline=120, report=job.told)
+
+    news("epoch 2/20")
+    hosts.kill(3)
+    news("was lost at step")
+    job.nodes[3] = job.start(3)
+    news("rank 3 on node3 joined")
+    hosts.cut(2)
+    news("rank 2 on node2 was lost")
+    del job.nodes[2]
+    job.finish()
+    summary = read_summary(job.run_dir)
+    assert summary["weights_sha256"] == read_summary(tmp_path / "whole")["weights_sha256"]
+    lost = {m[1]: float(m[2]) for m in WENT_ON.finditer(job.log(0).read_text())}
+    assert set(lost) == {"node2", "node3"}
+    assert max(lost.values()) < 10
+
+
+@pytest.mark.fault("SIGKILL of a rank of one of four hosts, while the others go on", times=8)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RECOVERY_JOBS", "1"))))
+def test_ranks_of_four_hosts_are_killed_and_join_again(
+    seed: int, hosts: Hosts, tmp_path: Path
+) -> None:
+    words = (*WORDS, "epochs=14")
+    done = launch(*words, f"output_dir={tmp_path}", "name=whole", deadline=300)
+    assert done.code == 0, done.output
+    (tmp_path / "done").mkdir()
+    kills = (
+        "observer=[kills]",
+        f"observer.kills.plan='{plan_of(seed, 6)}'",
+        f"observer.kills.folder={tmp_path}/done",
+    )
+    environment = plugins("killing", ROOT / "tests/chaos")
+    job = Job(hosts, tmp_path, *words, *kills, nnodes="1:4", **environment)
+    job.finish()
+    assert len(list((tmp_path / "done").iterdir())) == 8
+    summary = read_summary(job.run_dir)
+    assert summary["weights_sha256"] == read_summary(tmp_path / "whole")["weights_sha256"]
+    assert summary["rounds"] > 8
+
+
+@pytest.mark.fault("a node of a SLURM job with --no-kill is lost and comes back")
+def test_a_job_goes_on_without_a_node_and_takes_it_in_again(jobs: Jobs) -> None:
+    words = (*WORDS, "epochs=45")
+    done = launch(*words, f"output_dir={jobs.folder}", "name=whole", deadline=300)
+    assert done.code == 0, done.output
+    slurm = jobs.slurm
+    options = ("--nodes=3", "--no-kill")
+    job = jobs.submit(*words, "name=run", options=options, DDP_TRAINER_MIN_NODES="1")
+
+    def news(text: str) -> None:
+        until(
+            lambda: text in slurm.output(job), text, deadline=180, report=lambda: slurm.output(job)
+        )
+
+    news("epoch 2/45")
+    node = slurm.run("scontrol", "show", "hostnames", slurm.show(job)[0]["NodeList"]).split()[1]
+    slurm.kill_node(node)
+    try:
+        news("was lost at step")
+        news("will join in its place")
+    finally:
+        slurm.start_node(node)
+    news("rank 1 on")
+    news("joined at step")
+    jobs.finish(job)
+    assert slurm.show(job)[0]["Restarts"] == "0"
+    assert not slurm.run("squeue", "--noheader")
+    run, whole = (read_summary(jobs.folder / name) for name in ("run", "whole"))
+    assert [ranks for _, ranks in run["ranks_by_step"]] == [3, 2, 3]
+    assert run["weights_sha256"] == whole["weights_sha256"]

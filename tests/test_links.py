@@ -1,0 +1,180 @@
+"""Links that somebody else has planted: nothing outside of a run directory is ever written."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import end_with_descendants, launch, start_launch, succeed, wait_for
+from runs import TINY, newest_step
+
+from ddp_trainer.config.errors import USER_ERROR, ConfigError
+from ddp_trainer.config.run_dirs import check_links
+from ddp_trainer.files import lock_file, replace_text
+
+SECRET = "a file of the user\n"
+COMMANDS = ("train", "evaluate", "export", "verify")
+NAMES = (
+    "bad_images.jsonl",
+    "checkpoints",
+    "checkpoints/best.pt",
+    "config.yaml",
+    "evaluation",
+    "evaluation/best-test",
+    "export",
+    "export/model_card.md",
+    "failure.log",
+    "images",
+    "metrics.jsonl",
+    "report.html",
+    "stopped",
+    "summary.json",
+    "tensorboard",
+    "train.log",
+    "versions.json",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train, and return the run directory."""
+    folder = tmp_path_factory.mktemp("finished")
+    succeed(*TINY, f"output_dir={folder}", "name=run", cwd=folder)
+    return folder / "run"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Return a folder with a file, both of which a link may lead to."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "file").write_text(SECRET)
+    return folder
+
+
+def words(command: str, run_dir: Path) -> list[str]:
+    if command == "train":
+        return [*TINY, f"output_dir={run_dir.parent}", f"name={run_dir.name}", "epochs=3"]
+    return [command, str(run_dir)]
+
+
+def plant_link(run_dir: Path, name: str, outside: Path) -> Path:
+    """Replace a file or folder of `run_dir` by a link to `outside`; return the link."""
+    link = run_dir / name
+    link.parent.mkdir(exist_ok=True)
+    is_folder = link.is_dir() or not link.suffix
+    if link.is_dir():
+        shutil.move(link, outside / "former")
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside if is_folder else outside / "file")
+    return link
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_out_of_the_run_directory_is_named(
+    name: str, finished: Path, outside: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir, symlinks=True)
+    check_links(run_dir)
+    link = plant_link(run_dir, name, outside)
+    with pytest.raises(ConfigError, match=f"^{link} is a link that leads out of the run directory"):
+        check_links(run_dir)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "evaluation/best-test", "metrics.jsonl"])
+def test_each_command_refuses_a_link_out_of_the_run_directory(
+    name: str, finished: Path, outside: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir, symlinks=True)
+    link = plant_link(run_dir, name, outside)
+    before = sorted(path.name for path in outside.rglob("*"))
+    for command in COMMANDS:
+        done = launch(*words(command, run_dir), cwd=tmp_path)
+        assert done.code == USER_ERROR, done.output
+        [line] = done.output.splitlines()
+        assert line.startswith(f"error: {link} is a link that leads out of the run directory")
+    launch("report", str(run_dir), cwd=tmp_path)  # writes one file, which replaces a link
+    assert (outside / "file").read_text() == SECRET
+    assert sorted(path.name for path in outside.rglob("*")) == before
+
+
+def test_a_link_inside_of_the_run_directory_is_allowed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "tensorboard").mkdir(parents=True)
+    (run_dir / "latest").symlink_to("tensorboard")
+    (run_dir / "loop").symlink_to("loop")
+    (run_dir / "wandb").mkdir()
+    (run_dir / "wandb" / "debug.log").symlink_to(tmp_path)
+    check_links(run_dir)
+    (run_dir / "wandb" / "debug.log").unlink()
+    (run_dir / "wandb").rmdir()
+    (run_dir / "wandb").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="wandb is a link that leads out"):
+        check_links(run_dir)
+
+
+def test_a_file_is_never_written_through_a_link(outside: Path, tmp_path: Path) -> None:
+    for name in ("x", ".x.writing"):
+        (tmp_path / name).symlink_to(outside / "file")
+    replace_text(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "new"
+    assert not (tmp_path / "x").is_symlink()
+    assert (outside / "file").read_text() == SECRET
+
+    (tmp_path / "lock").symlink_to(outside / "file")
+    (tmp_path / "dangling").symlink_to(outside / "new")
+    for name in ("lock", "dangling"):
+        lock = lock_file(tmp_path / name, seconds=0, holder="")
+        with pytest.raises(OSError, match="symbolic links"), lock:
+            pass
+    assert (outside / "file").read_text() == SECRET
+    assert not (outside / "new").exists()
+
+
+def test_nothing_is_written_through_a_link_that_appears_in_training(
+    outside: Path, tmp_path: Path
+) -> None:
+    """Checkpoints and records do not follow it, and the launch fails."""
+    run_dir = tmp_path / "run"
+    (outside / "step-00000001.pt").write_text(SECRET)
+    (outside / ".x.writing").write_text(SECRET)
+    before = sorted(path.name for path in outside.iterdir())
+    words = [*TINY, "epochs=150", f"output_dir={tmp_path}", "name=run"]
+    job = start_launch(["-m", "ddp_trainer", *words], ranks=None)
+    try:
+        wait_for(lambda: newest_step(run_dir) > 0)
+        for name, target in (("checkpoints", outside), ("metrics.jsonl", outside / "file")):
+            (run_dir / name).rename(tmp_path / name)
+            (run_dir / name).symlink_to(target)
+        job.join(60)
+    finally:
+        end_with_descendants(job)
+    assert job.exitcode == 1
+    assert sorted(path.name for path in outside.iterdir()) == before
+    assert all(path.read_text() == SECRET for path in outside.iterdir())
+    assert (
+        "checkpoints has become a link, and nothing is written there"
+        in (run_dir / "train.log").read_text()
+    )
+
+
+def test_no_checkpoint_of_another_run_is_removed_if_the_directory_becomes_a_link_to_it(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other/checkpoints"
+    other.mkdir(parents=True)
+    for step in range(1, 9):
+        (other / f"step-{step:08d}.pt").write_text(SECRET)
+    words = [*TINY, "epochs=150", f"output_dir={tmp_path}", "name=run"]
+    job = start_launch(["-m", "ddp_trainer", *words], ranks=None)
+    try:
+        wait_for(lambda: newest_step(tmp_path / "run") > 0)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").symlink_to(tmp_path / "other")
+        job.join(60)
+    finally:
+        end_with_descendants(job)
+    assert job.exitcode == 1
+    assert [path.read_text() for path in other.iterdir()] == [SECRET] * 8
+    assert newest_step(tmp_path / "moved") > 0
