@@ -8,7 +8,7 @@ VENV := $(if $(UV),uv venv --quiet --allow-existing --python $(PYTHON) .venv,$(P
 PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --disable-pip-version-check) \
 	--constraint constraints.txt
 
-.PHONY: install train test chaos cluster cluster-parallel cluster-alone bench clean
+.PHONY: install train test chaos stress cluster cluster-parallel cluster-alone bench clean
 .PHONY: check check-format check-lint check-types check-shell
 
 install: .venv/installed  ## Python environment in .venv
@@ -19,8 +19,12 @@ train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the R
 test: .venv/installed  ## tests of every guarantee of the README, with real processes
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not chaos and not cluster" $(PYTEST_OPTIONS)
 
-chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; prints a table of faults
-	$(BIN)/pytest -n 2 -m "(chaos or fault) and not cluster" $(PYTEST_OPTIONS)
+chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; TRIALS=full: each fault as often as the docs say
+	$(BIN)/pytest -n 3 -m "chaos and not cluster" $(PYTEST_OPTIONS)
+
+stress: .venv/installed  ## the tests and the chaos beside two processes that keep the cores busy
+	@trap 'kill $$busy' EXIT INT TERM; for _ in 1 2; do yes > /dev/null & busy="$$busy $$!"; done; \
+	$(MAKE) --keep-going test chaos
 
 cluster: cluster-parallel cluster-alone  ## tests on SLURM, network namespaces and a container build; as root, on Debian
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from threading import Thread
 from typing import IO
 from xml.etree import ElementTree
 
+from sole_run import sole_run
+
 TEST_STAGES = ("test", "chaos", "cluster-parallel", "cluster-alone")  # targets of the Makefile
 RESULTS = Path("build/gate")
 MAX_UNSTEADY = 5
 MAX_RERUN = 20  # tests of a stage; with more failures the result is red in any case
 MAX_LISTED = 20  # tests in the list at the end
 MAX_WIDTH = 300  # characters of a line of it
-SLOW_SECONDS = 720  # of `make test`; a machine that needs longer tries faults less often
 
 
 @dataclass(kw_only=True)
@@ -86,11 +88,7 @@ class Gate:
     def run_tests(self, target: str) -> Stage:
         """Run the tests of a stage, and those that failed once more, alone."""
         stage = Stage(name=target)
-        start = time.monotonic()
         code, lines, results = self.run_pytest(target, f"{target}.xml", "--durations=10")
-        if target == "test" and time.monotonic() - start > SLOW_SECONDS:
-            os.environ.update(FEWER_TRIALS="4", RECOVERY_JOBS="1")
-
         outcomes = [result.outcome for result in results.values()]
         stage.num_passed = outcomes.count("passed")
         stage.num_skipped = outcomes.count("skipped")
@@ -230,6 +228,38 @@ def summary(stages: list[Stage]) -> Iterator[str]:
     yield f"{num_passed} passed, {len(failed)} failed, {num_skipped} skipped"
 
 
-if __name__ == "__main__":
+def install(packages: list[str]) -> None:
+    """Install the Debian packages that are missing."""
+    start = time.monotonic()
+    query = ["dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\\n"]
+    done = subprocess.run([*query, *packages], capture_output=True, text=True, check=False)
+    missing = [name for name in packages if f"{name} installed" not in done.stdout.splitlines()]
+    apt_get = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"]
+    commands = [
+        ["dpkg", "--configure", "-a"],  # what a run that was killed had begun
+        [*apt_get, "update"],
+        [*apt_get, "install", "-y", "--no-install-recommends", *missing],
+    ]
+    for command in commands if missing else []:
+        if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+            sys.exit(f"error: {' '.join(command)} failed, see above")
+    print(f"--- Debian packages: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def main() -> int:
+    """Install what is missing, run all stages, and return the exit code."""
+    parser = ArgumentParser()
+    parser.add_argument("--record", type=Path, required=True, help="what one run tells the next")
+    parser.add_argument("--max-seconds", type=float, required=True)
+    parser.add_argument("packages", nargs="*")
+    arguments = parser.parse_args()
+    gate = Gate(arguments.max_seconds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that make and pytest end as well
-    sys.exit(Gate(max_seconds=float(sys.argv[1])).run())
+    with sole_run(arguments.record):
+        if arguments.packages:
+            install(arguments.packages)
+        return gate.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

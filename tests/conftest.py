@@ -115,11 +115,13 @@ def pytest_runtest_makereport(
 FAULTS: dict[str, list[int]] = {}
 
 
-def trials(count: int) -> int:
-    """Return `count`, or a part of it on a slow machine, where .ci/run sets FEWER_TRIALS to a
-    divisor.
-    """
-    return max(2, count // int(os.environ.get("FEWER_TRIALS", "1")))
+IS_FULL = os.environ.get("TRIALS") == "full"
+"""Whether faults are tried as often as ``make chaos TRIALS=full`` does."""
+
+
+def trials(few: int, *, full: int) -> int:
+    """Return how many times a fault is tried: `few` in CI, `full` if TRIALS=full."""
+    return full if IS_FULL else few
 
 
 LONG_FILES = (
@@ -139,16 +141,16 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/chaos and tests/cluster: `make test` leaves it to the target of that
-    name. Move `LONG_FILES` to the front.
+    """Mark everything in tests/chaos and tests/cluster, and faults elsewhere: `make test` leaves
+    it to the target of that name. Move `LONG_FILES` to the front.
     """
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         for folder in {"chaos", "cluster"} & set(item.path.parts):
             item.add_marker(folder)
-        item.user_properties += [
-            ("fault", (m.args[0], m.kwargs.get("times", 1))) for m in item.iter_markers("fault")
-        ]
+        for mark in item.iter_markers("fault"):
+            item.add_marker("chaos")
+            item.user_properties.append(("fault", (mark.args[0], mark.kwargs.get("times", 1))))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -163,6 +165,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     if FAULTS:
-        terminalreporter.section("faults")
+        which = "TRIALS=full" if IS_FULL else "fewer trials than with TRIALS=full"
+        terminalreporter.section(f"faults, {which}")
         for name, (tried, survived) in [("fault", ("tried", "survived")), *FAULTS.items()]:
             terminalreporter.write_line(f"{name:80} {tried:>6} {survived:>8}")

@@ -4,7 +4,6 @@ import gc
 import io
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -355,14 +354,12 @@ def test_a_damaged_config_of_a_run_is_named(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["epoch=3", "backend=nccl"])
-def test_under_torchrun_the_error_is_printed_once_and_soon(argument: str, tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_under_torchrun_the_error_is_printed_once(argument: str, tmp_path: Path) -> None:
     done = launch(*TINY, f"output_dir={tmp_path}", argument, ranks=2, CUDA_VISIBLE_DEVICES="")
     assert done.code == 1  # torchrun's own
     assert done.output.count("error: ") == 1, done.output
     assert f"error: {argument} " in done.output
     assert "ddp_trainer/" not in done.output, "a traceback of ours"
-    assert time.monotonic() - began < 30
 
 
 # --- the other commands -------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The gate of CI, run on small projects with a Makefile and tests of their own."""
 
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,23 @@ def test_that_hangs():
     time.sleep(600)
 """
 
+LEAVES = """\
+import os, subprocess, time
+from pathlib import Path
+def test_that_leaves_something_if_it_is_killed(tmp_path):
+    if Path("left").exists():
+        return
+    folder = os.environ["GATE_FOLDER"]
+    (tmp_path / "a disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path / "a disk"], check=True)
+    subprocess.run(["ip", "netns", "add", Path(folder).name + "-host"], check=True)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    subprocess.Popen(["env", "-i", "sleep", "600"], cwd=tmp_path, start_new_session=True)
+    Path("left.part").write_text(folder)
+    Path("left.part").rename("left")
+    time.sleep(600)
+"""
+
 
 def gate(folder: Path, *, max_seconds: int = 300, **tests: str) -> list[str]:
     """Write the tests of each stage to `folder`, by default one that passes; return the command."""
@@ -63,7 +82,8 @@ def gate(folder: Path, *, max_seconds: int = 300, **tests: str) -> list[str]:
         (folder / stage).mkdir()
         text = tests.get(stage.replace("-", "_"), PASSES)
         (folder / stage / f"test_{stage.replace('-', '_')}.py").write_text(text)
-    return [sys.executable, str(GATE), str(max_seconds)]
+    options = [f"--record={folder / 'record'}", f"--max-seconds={max_seconds}"]
+    return [sys.executable, str(GATE), *options]
 
 
 def run_gate(folder: Path, **options: Any) -> Finished:
@@ -164,3 +184,29 @@ def test_a_gate_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
     process.terminate()
     process.communicate(timeout=90)
     wait_for(lambda: not processes_with(mark))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and iproute2")
+def test_a_gate_removes_what_one_that_was_killed_has_left(tmp_path: Path) -> None:
+    command = gate(tmp_path, test=LEAVES)
+    options: Any = {"cwd": tmp_path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    first = start_command(command, **options)
+    wait_for((tmp_path / "left").exists)
+    folder = Path((tmp_path / "left").read_text())
+
+    second = run_command(command, **options)
+    assert second.code == 1
+    assert second.output.splitlines() == [
+        f"error: .ci/run is running on this machine already, as process {first.pid}"
+    ]
+
+    first.kill()
+    third = run_command(command, **options)
+    first.communicate()
+    assert third.code == 0, third.output
+    assert " processes, 1 mounts, 1 namespaces" in third.output
+    assert not processes_with(f"GATE_FOLDER={folder}")
+    assert str(folder) not in Path("/proc/self/mounts").read_text()
+    assert not Path(f"/run/netns/{folder.name}-host").exists()
+    assert not folder.exists()
+    assert third.output.count("removed what was left") == 1, "the third run has left something"

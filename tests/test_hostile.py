@@ -349,9 +349,9 @@ def test_names_with_many_dots_are_searched_in_seconds(tmp_path: Path) -> None:
     zero = torch.zeros(())
     tensors = {f"p{number}.{name}": zero for number, name in enumerate(shapes)}
     torch.save(tensors, tmp_path / "weights.pt")
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(find_weights(tmp_path / "weights.pt", shapes).state) == 1
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 def test_a_picture_starts_no_program(run_dir: Path, tmp_path: Path) -> None:

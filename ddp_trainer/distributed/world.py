@@ -19,6 +19,8 @@ from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.registry import PluginError
 
 T = TypeVar("T")
+PASSED_ON = (ConfigError, TransientError, PluginError)
+"""The errors that a rank raises because another rank has raised them."""
 Pairs = Iterable[tuple[Tensor, int]]
 """Tensors, each with the rank to which it is sent or from which it is received."""
 
@@ -174,7 +176,7 @@ class World:
     def raise_on_any_rank(self, attempt: Callable[[], T]) -> T:
         """Return ``attempt()``, or raise on all ranks the error that it raises on any. Collective.
 
-        Only ConfigError, TransientError and PluginError (as ConfigError) are passed on to others.
+        Only `PASSED_ON` errors are passed on to others.
 
         The raised error is that of the lowest failing rank. Its message names that rank, unless
         that rank is rank 0 or all ranks fail with the same error.
@@ -183,15 +185,15 @@ class World:
         failure = None
         try:
             result = attempt()
-        except (ConfigError, TransientError, PluginError) as error:
-            failure = [isinstance(error, TransientError), str(error)]
+        except PASSED_ON as error:
+            failure = [[isinstance(error, kind) for kind in PASSED_ON].index(True), str(error)]
         failures = self.all_gather_object(failure)
         for rank, failure in enumerate(failures):
             if failure is not None:
-                is_transient, message = failure
+                kind, message = failure
                 is_everywhere = failures.count(failure) == self.world_size
-                kind = TransientError if is_transient else ConfigError
-                raise kind(message if rank == 0 or is_everywhere else f"rank {rank}: {message}")
+                is_named = rank > 0 and not is_everywhere
+                raise PASSED_ON[kind](f"rank {rank}: {message}" if is_named else message)
         return result  # type: ignore[return-value]  # attempt() returned it
 
     def _to_tensor(self, data: bytes) -> Tensor:

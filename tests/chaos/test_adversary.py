@@ -92,8 +92,8 @@ LINES = [
 """Command lines that once ended in a traceback, a hang or a wrong hint, and five that are odd and
 valid.
 """
-OVERRIDES = trials(300)
-COMMAND_LINES = trials(40) + len(LINES)
+OVERRIDES = trials(75, full=300)
+COMMAND_LINES = trials(10, full=40) + len(LINES)
 
 
 def hostile_overrides(count: int) -> list[list[str]]:

@@ -13,8 +13,8 @@ from runs import TINY, read_summary, records, train_on
 
 from ddp_trainer.checkpoint.store import DamagedCheckpointError, read_state, write_file
 
-KILLS = trials(200)
-FLIPS = trials(200)
+KILLS = trials(50, full=200)
+FLIPS = trials(50, full=200)
 
 
 def lenet_state(step: int) -> dict:

@@ -22,8 +22,8 @@ from ddp_trainer.data.images.file_index import load_index
 from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.observers.ranks import peak_memory_mb
 
-BUILD_KILLS = trials(100)
-TRAIN_KILLS = trials(20)
+BUILD_KILLS = trials(25, full=100)
+TRAIN_KILLS = trials(10, full=20)
 EPOCHS = 10 + TRAIN_KILLS
 
 
@@ -137,14 +137,14 @@ NUM_CLASSES = 1000
 
 
 def time_index(root: Path, cache_dir: Path) -> tuple[float, float]:
-    """Return the seconds until this process has the index of `root`, and by how many MB its memory
-    grew.
+    """Return the CPU seconds until this process has the index of `root`, and by how many MB its
+    memory grew.
     """
-    began = time.perf_counter()
+    began = time.process_time()
     before = peak_memory_mb(CPU)
     index = load_index(root, cache_dir)
     assert len(index) == NUM_FILES
-    return time.perf_counter() - began, peak_memory_mb(CPU) - before
+    return time.process_time() - began, peak_memory_mb(CPU) - before
 
 
 @pytest.mark.fault("no fault: a folder of a million files is scanned, and found again")
@@ -166,6 +166,5 @@ def test_a_million_files_are_scanned_once(tmp_path: Path) -> None:
         f"scan {scan_seconds:.1f} s, {scan_mb:.0f} MB; from the file {load_seconds:.2f} s,"
         f" {load_mb:.0f} MB"
     )
-    assert scan_seconds < 60
-    assert load_seconds < max(1, scan_seconds / 10)  # 0.14 and 11.5 s on a quiet machine
+    assert load_seconds < scan_seconds / 10  # 0.14 and 11.5 s
     assert load_mb < 200

@@ -24,7 +24,7 @@ from runs import (
 
 from ddp_trainer.tools.verify import find_damage
 
-KILLS = trials(15)
+KILLS = trials(5, full=15)
 LONG = (
     *TINY,
     f"epochs={4 * KILLS}",

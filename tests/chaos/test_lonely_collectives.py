@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import IS_FULL
 from processes import launch, plugins, succeed
 from runs import TINY
 
@@ -23,8 +24,8 @@ PLACES = {
     "rank_values": ("observer=[lonely]", "observer.lonely.event=rank_values"),
 }
 CASES = [(place, "all_reduce", 0) for place in PLACES]
-CASES += [(place, "barrier", 1) for place in PLACES if not place.startswith(("scalars", "metric"))]
-CASES += [
+IN_FULL = [(place, "barrier", 1) for place in PLACES if not place.startswith(("scalars", "metric"))]
+IN_FULL += [
     ("on_step", name, 0)
     for name in (
         "broadcast",
@@ -66,7 +67,7 @@ def test_ranks_that_call_other_collectives_are_named(
 
 @pytest.mark.chaos
 @pytest.mark.fault("a collective that user code calls on one rank only")
-@pytest.mark.parametrize(("place", "function", "rank"), CASES)
+@pytest.mark.parametrize(("place", "function", "rank"), CASES + IN_FULL * IS_FULL)
 def test_a_collective_of_one_rank_is_named(
     place: str, function: str, rank: int, tmp_path: Path
 ) -> None:

@@ -7,8 +7,8 @@ from conftest import trials
 from processes import launch, run_command, torchrun
 from runs import TINY, read_summary
 
-LAUNCHES = trials(10)
-RANKS = max(16, trials(32))
+LAUNCHES = trials(5, full=10)
+RANKS = trials(16, full=32)
 
 
 @pytest.mark.fault("no fault: two ranks launched, and each exits with 0", times=LAUNCHES)

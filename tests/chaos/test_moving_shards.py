@@ -1,25 +1,23 @@
 """Runs with shards that are killed, and resumed on another number of ranks, again and again.
 
-    SHARD_STEPS=200 SHARD_KILLS=10 pytest tests/chaos/test_moving_shards.py
-
-takes half an hour, also with ResNet-18. By default it is a tenth of that, without ResNet-18.
+With TRIALS=full it takes half an hour and has ResNet-18 as well; else it takes a tenth of that.
 """
 
-import os
 import random
 from pathlib import Path
 
 import pytest
+from conftest import IS_FULL, trials
 from runs import compose, kill_in_training, newest_step, read_summary, train_on
 from sync.test_shards import curves
 
-STEPS = int(os.environ.get("SHARD_STEPS", "14"))
-KILLS = int(os.environ.get("SHARD_KILLS", "2"))
+STEPS = trials(20, full=200)
+KILLS = trials(3, full=10)
 MODELS = {
     "lenet": ("model=lenet",),
     "dropout": ("model=torchvision", "model.arch=mobilenet_v3_small"),
 }
-if STEPS >= 200:
+if IS_FULL:
     MODELS["resnet18"] = ("model=resnet18", "data.height=16", "data.width=16")
 WORDS = (
     "data=synthetic",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import trials
 from processes import ROOT, launch, on_ranks, plugins, start_command, wait_for
 from runs import TINY, newest_checkpoint, read_summary, records
 from torch.distributed import TCPStore
@@ -121,7 +122,7 @@ def plan_of(seed: int, number: int) -> str:
 
 
 @pytest.mark.fault("SIGKILL of a rank, while the others go on", times=10)
-@pytest.mark.parametrize("seed", range(int(os.environ.get("RECOVERY_JOBS", "2"))))
+@pytest.mark.parametrize("seed", range(trials(1, full=10)))
 def test_killed_ranks_do_not_change_a_bit(seed: int, undisturbed: Path, tmp_path: Path) -> None:
     done = tmp_path / "done"
     done.mkdir()
@@ -207,13 +208,11 @@ def test_an_exception_ends_the_job_with_one_cause(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "raising.py").write_text(RAISING)
     words = (*SHARDS, "epochs=14", "observer=[raising]")
-    began = time.monotonic()
     with job(tmp_path, *words, **plugins("raising", folder)) as running:
         code, output = running.end()
     assert code == 1, output
     assert output.count("Root Cause") == 1, output
     assert "ObserverError: observer=raising failed in on_step (ValueError: not this" in output
-    assert time.monotonic() - began < 60
 
 
 RAISING = """

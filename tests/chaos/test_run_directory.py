@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import trials
 from processes import (
     forkserver,
     launch,
@@ -75,15 +76,18 @@ def test_retention_keeps_what_is_good(tmp_path: Path) -> None:
     assert read_summary(tmp_path / "run")["steps"] == 16
 
 
-@pytest.mark.fault("SIGKILL while best.pt is replaced", times=100)
+BEST_KILLS = trials(25, full=100)
+
+
+@pytest.mark.fault("SIGKILL while best.pt is replaced", times=BEST_KILLS)
 def test_a_kill_loses_no_best_checkpoint(tmp_path: Path) -> None:
     best = tmp_path / "best.pt"
-    for number in range(100):
+    for number in range(BEST_KILLS):
         before = read_state(best)["step"] if best.exists() else 0
         writer = forkserver().Process(target=write_best_for_ever, args=(tmp_path, before))
         writer.start()
         wait_for(lambda: best.exists() and read_state(best)["step"] > before)  # noqa: B023 - called at once
-        time.sleep(number / 20_000)
+        time.sleep(number / BEST_KILLS / 200)
         writer.kill()
         writer.join()
         assert read_state(best)["step"] > before

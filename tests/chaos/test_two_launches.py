@@ -17,7 +17,7 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.config.schema import Resume
 
-TRIALS = trials(200)
+TRIALS = trials(50, full=200)
 LAUNCHES = 3
 
 

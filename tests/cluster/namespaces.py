@@ -34,7 +34,8 @@ class Hosts:
     """
 
     def __init__(self, count: int, *, rate: str | None = None) -> None:
-        self.prefix = f"ddpt{os.getpid() % 100000}x{time.monotonic_ns() % 1000}"
+        run = Path(os.environ.get("GATE_FOLDER", "ddpt")).name  # .ci/sole_run.py looks for it
+        self.prefix = f"{run}-{os.getpid()}x{time.monotonic_ns() % 1000}"
         self.names = [f"node{number}" for number in range(count)]
         self.rate = rate
         self._started: list[subprocess.Popen] = []

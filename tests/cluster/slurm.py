@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from processes import clean_environment, processes_with
+from processes import clean_environment, held_port, processes_with
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "mount")
 FINAL = {
@@ -80,7 +80,7 @@ class SlurmCluster:
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
         self.config = folder / "slurm.conf"
-        port, *self._node_ports = free_ports(1 + size)
+        port, *self._node_ports = (held_port() for _ in range(1 + size))
         self.nodes = [f"n{port}-{number}" for number in range(size)]
         self.environment = {"SLURM_CONF": str(self.config)}
         """What a command needs in its environment to find this cluster."""
@@ -310,15 +310,6 @@ def until(
         if time.monotonic() > end:
             pytest.fail(f"not so after {deadline} s: {what}\n{report()}")
         time.sleep(0.2)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return so many ports that nothing listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="session")

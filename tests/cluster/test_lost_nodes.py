@@ -1,11 +1,11 @@
 """Nodes that are lost while the others go on: killed, without power, and started again."""
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 from chaos.test_recovery import plan_of
+from conftest import trials
 from processes import ROOT, launch, plugins
 from runs import TINY, read_summary
 
@@ -49,7 +49,7 @@ def test_nodes_are_lost_and_come_back(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("SIGKILL of a rank of one of four hosts, while the others go on", times=8)
-@pytest.mark.parametrize("seed", range(int(os.environ.get("RECOVERY_JOBS", "1"))))
+@pytest.mark.parametrize("seed", range(trials(1, full=10)))
 def test_ranks_of_four_hosts_are_killed_and_join_again(
     seed: int, hosts: Hosts, tmp_path: Path
 ) -> None:

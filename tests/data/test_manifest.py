@@ -391,10 +391,10 @@ def test_damaged_parquet_is_an_error_of_the_user(root: Path) -> None:
 
 def test_a_table_with_many_columns_is_read_in_seconds(root: Path) -> None:
     rows = [{**row, **{f"c{n}": "" for n in range(60_000)}} for row in rows_of(root)[:3]]
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigError):
         build(write_csv(root / "a.csv", rows))
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
 
 
 @pytest.mark.parametrize("file", ["~nobody_at_all/a.csv", f"{'a' * 300}.csv"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import IS_FULL
 from processes import clean_environment, launch, run_command, start_launch, torchrun, wait_for
 from runs import TINY
 
@@ -40,8 +41,6 @@ ALL = [
     for rank in (0, 1)
     if (where, rank) != ("logger", 1)
 ]
-HANGS = int(os.environ.get("HANGS", "0"))
-"""Trials over all phases; with 0 two phases only. Rank 1 has no loggers."""
 
 
 def words(folder: Path, seconds: int) -> list[str]:
@@ -74,9 +73,7 @@ def hang(folder: Path, where: str, rank: int, *, seconds: int) -> None:
 
 
 @pytest.mark.fault("the main thread of a rank stuck")
-@pytest.mark.parametrize(
-    ("where", "rank"), (ALL * 3)[:HANGS] if HANGS else [("loader", 1), ("evaluation", 0)]
-)
+@pytest.mark.parametrize(("where", "rank"), ALL if IS_FULL else [("loader", 1), ("evaluation", 0)])
 def test_a_stuck_rank_is_named_with_its_place(where: str, rank: int, tmp_path: Path) -> None:
     if where in ("stopped", "killed"):
         disturb(

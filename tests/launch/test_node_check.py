@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, start_command, start_launch, wait_for
+from processes import Finished, held_port, start_command, start_launch, wait_for
 from torch.distributed import TCPStore
 
 from ddp_trainer.commands import freeze, node_check
@@ -48,9 +48,7 @@ NODE = NodeInfo(
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return held_port()
 
 
 def node_words(

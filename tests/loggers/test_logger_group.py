@@ -97,7 +97,6 @@ def test_records_for_a_client_that_hangs_are_limited(
         answer.wait()
         calls.append(name)
 
-    began = time.monotonic()
     with (
         caplog.at_level(logging.WARNING),
         Loggers({"slow": logger_that(act, in_background=True)}) as group,
@@ -105,7 +104,6 @@ def test_records_for_a_client_that_hangs_are_limited(
         group.start(0)
         for step in range(1, 100):
             group.call("scalars", {"a": 1.0}, step)
-    assert time.monotonic() - began < 5
     assert [record.message for record in caplog.records] == [
         "logger=slow failed (10 records wait to be sent, new ones are dropped); training continues",
         "logger=slow did not finish within 0 s; its last records may be missing",

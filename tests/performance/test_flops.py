@@ -60,10 +60,10 @@ def test_the_measured_peak_is_that_of_the_matrix_product(dtype: torch.dtype) -> 
 
 
 def test_a_product_in_float16_is_measured_soon_on_a_cpu_that_is_slow_at_it() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert measure_matmul(CPU, torch.float16) > 0
     # one product of 1024×1024 takes 2 s without such instructions
-    assert time.perf_counter() - began < 8
+    assert time.process_time() - began < 8
 
 
 def test_the_utilization_of_a_model_whose_operations_cannot_be_counted_is_unknown() -> None:
