@@ -1,4 +1,8 @@
-"""A plug-in: ``observer=[kills]`` kills ranks at places in the training, at each of them once."""
+"""A plug-in: ``observer=[kills]`` kills ranks at places in the training, at each of them once.
+
+The training is slow as long as a kill is due, so that a rank that has to be killed again has time
+to come back.
+"""
 
 import os
 import signal
@@ -23,10 +27,15 @@ class KillsConfig(ObserverConfig):
     """A folder for a file for each word that was carried out."""
 
 
+SECONDS = 0.1
+"""The time that a step takes at least as long as a kill is due."""
+
+
 class Kills(Observer):
     def __init__(self, config: KillsConfig) -> None:
         self.folder = Path(config.folder)
         words = [word.split(":") for word in config.plan.split()]
+        self.steps = {":".join(word): int(word[2]) for word in words}
         self.plan = [
             (":".join(word), phase, int(step), float(delay) / 1000)
             for word in words
@@ -38,6 +47,11 @@ class Kills(Observer):
         for word, name, step, delay in self.plan:
             if name == phase.name and run.step >= step and self.is_first(word):
                 threading.Thread(target=end_after, args=[delay], daemon=True).start()
+
+    def on_step(self, run: TrainingRun) -> None:
+        due = [word for word, step in self.steps.items() if step <= run.step]
+        if not all((self.folder / word).exists() for word in due):
+            time.sleep(SECONDS)
 
     def is_first(self, word: str) -> bool:
         try:

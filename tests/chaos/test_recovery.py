@@ -278,8 +278,12 @@ def test_a_stop_is_graceful(tmp_path: Path) -> None:
 
 def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: Path) -> None:
     """It takes the place of a rank that was killed, as a node with another checkout would."""
-    with job(tmp_path, *SHARDS, "epochs=14", MAX_RESTARTS="0") as running:
+    is_slow = tmp_path / "slow"
+    pace = ("observer=[pace]", f"observer.pace.file={is_slow}")
+    environment = plugins("pacing", ROOT / "tests/chaos")
+    with job(tmp_path, *SHARDS, "epochs=14", *pace, MAX_RESTARTS="0", **environment) as running:
         running.wait_for_step()
+        is_slow.touch()
         killed = running.ranks()[1]
         names = dict(
             word.split(b"=", 1)
@@ -288,7 +292,7 @@ def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: 
         )
         variables = {name.decode(): value.decode() for name, value in names.items()}
         os.kill(killed, signal.SIGKILL)
-        words = (*SHARDS, "epochs=14", "seed=1", f"output_dir={tmp_path}", "name=run")
+        words = (*SHARDS, "epochs=14", *pace, "seed=1", f"output_dir={tmp_path}", "name=run")
         other = subprocess.run(
             [sys.executable, "-m", "ddp_trainer", *words],
             env=variables | {"DDP_TRAINER_LOCAL_RANK": "0"},
@@ -297,6 +301,7 @@ def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: 
             timeout=120,
             check=False,
         )
+        is_slow.unlink()
         _, output = running.end()
     assert other.returncode == USER_ERROR, other.stderr
     assert "other versions, settings or data than the ranks that train" in other.stderr

@@ -22,23 +22,32 @@ WORDS = (*TINY, "data.num_train=960", "shards=6", "num_threads=1", "recovery.sil
 WENT_ON = re.compile(r"rank \d on (\S+) was lost at step \d+; \d ranks went on ([\d.]+) s later")
 
 
+def paced(is_slow: Path) -> tuple[str, ...]:
+    """Return overrides for a training that is slow as long as the file `is_slow` exists."""
+    return ("observer=[pace]", f"observer.pace.file={is_slow}")
+
+
 @pytest.mark.fault("a node that is killed or has no power, while the others go on", times=2)
 def test_nodes_are_lost_and_come_back(hosts: Hosts, tmp_path: Path) -> None:
     words = (*WORDS, "epochs=20")
     done = launch(*words, f"output_dir={tmp_path}", "name=whole", deadline=300)
     assert done.code == 0, done.output
-    job = Job(hosts, tmp_path, *words, nnodes="1:4")
+    is_slow = tmp_path / "slow"
+    environment = plugins("pacing", ROOT / "tests/chaos")
+    job = Job(hosts, tmp_path, *words, *paced(is_slow), nnodes="1:4", **environment)
 
     def news(text: str) -> None:
         until(lambda: text in job.log(0).read_text(), text, deadline=120, report=job.told)
 
-    news("epoch 2/20")
+    news("epoch 1/20")
+    is_slow.touch()
     hosts.kill(3)
     news("was lost at step")
     job.nodes[3] = job.start(3)
     news("rank 3 on node3 joined")
     hosts.cut(2)
     news("rank 2 on node2 was lost")
+    is_slow.unlink()
     del job.nodes[2]
     job.finish()
     summary = read_summary(job.run_dir)
@@ -73,19 +82,27 @@ def test_ranks_of_four_hosts_are_killed_and_join_again(
 
 @pytest.mark.fault("a node of a SLURM job with --no-kill is lost and comes back")
 def test_a_job_goes_on_without_a_node_and_takes_it_in_again(jobs: Jobs) -> None:
-    words = (*WORDS, "epochs=45")
+    words = (*WORDS, "epochs=20")
     done = launch(*words, f"output_dir={jobs.folder}", "name=whole", deadline=300)
     assert done.code == 0, done.output
     slurm = jobs.slurm
-    options = ("--nodes=3", "--no-kill")
-    job = jobs.submit(*words, "name=run", options=options, DDP_TRAINER_MIN_NODES="1")
+    is_slow = jobs.folder / "slow"
+    job = jobs.submit(
+        *words,
+        *paced(is_slow),
+        "name=run",
+        options=("--nodes=3", "--no-kill"),
+        DDP_TRAINER_MIN_NODES="1",
+        **plugins("pacing", ROOT / "tests/chaos"),
+    )
 
     def news(text: str) -> None:
         until(
             lambda: text in slurm.output(job), text, deadline=180, report=lambda: slurm.output(job)
         )
 
-    news("epoch 2/45")
+    news("epoch 1/20")
+    is_slow.touch()
     node = slurm.run("scontrol", "show", "hostnames", slurm.show(job)[0]["NodeList"]).split()[1]
     slurm.kill_node(node)
     try:
@@ -95,6 +112,7 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(jobs: Jobs) -> None:
         slurm.start_node(node)
     news("rank 1 on")
     news("joined at step")
+    is_slow.unlink()
     jobs.finish(job)
     assert slurm.show(job)[0]["Restarts"] == "0"
     assert not slurm.run("squeue", "--noheader")
