@@ -125,6 +125,7 @@ def trials(few: int, *, full: int) -> int:
 
 
 LONG_FILES = (
+    "test_container.py",
     "test_examples.py",
     "test_whole_runs.py",
     "test_hangs.py",
