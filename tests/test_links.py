@@ -1,5 +1,7 @@
 """Links that somebody else has planted: nothing outside of a run directory is ever written."""
 
+import ctypes
+import os
 import shutil
 from pathlib import Path
 
@@ -132,6 +134,13 @@ def test_a_file_is_never_written_through_a_link(outside: Path, tmp_path: Path) -
     assert not (outside / "new").exists()
 
 
+def exchange(first: Path, second: Path) -> None:
+    """Exchange two names at once: else the training could create one of them in between."""
+    paths = os.fsencode(first), os.fsencode(second)
+    at_fdcwd, rename_exchange = -100, 2
+    assert ctypes.CDLL(None).renameat2(at_fdcwd, paths[0], at_fdcwd, paths[1], rename_exchange) == 0
+
+
 def test_nothing_is_written_through_a_link_that_appears_in_training(
     outside: Path, tmp_path: Path
 ) -> None:
@@ -145,8 +154,8 @@ def test_nothing_is_written_through_a_link_that_appears_in_training(
     try:
         wait_for(lambda: newest_step(run_dir) > 0)
         for name, target in (("checkpoints", outside), ("metrics.jsonl", outside / "file")):
-            (run_dir / name).rename(tmp_path / name)
-            (run_dir / name).symlink_to(target)
+            (tmp_path / name).symlink_to(target)
+            exchange(tmp_path / name, run_dir / name)
         job.join(60)
     finally:
         end_with_descendants(job)
@@ -170,8 +179,8 @@ def test_no_checkpoint_of_another_run_is_removed_if_the_directory_becomes_a_link
     job = start_launch(["-m", "ddp_trainer", *words], ranks=None)
     try:
         wait_for(lambda: newest_step(tmp_path / "run") > 0)
-        (tmp_path / "run").rename(tmp_path / "moved")
-        (tmp_path / "run").symlink_to(tmp_path / "other")
+        (tmp_path / "moved").symlink_to(tmp_path / "other")
+        exchange(tmp_path / "moved", tmp_path / "run")
         job.join(60)
     finally:
         end_with_descendants(job)

@@ -19,8 +19,7 @@ from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.registry import PluginError
 
 T = TypeVar("T")
-PASSED_ON = (ConfigError, TransientError, PluginError)
-"""The errors that a rank raises because another rank has raised them."""
+PASSED_ON = (ConfigError, TransientError, PluginError)  # errors of one rank that all ranks raise
 Pairs = Iterable[tuple[Tensor, int]]
 """Tensors, each with the rank to which it is sent or from which it is received."""
 
@@ -190,10 +189,9 @@ class World:
         failures = self.all_gather_object(failure)
         for rank, failure in enumerate(failures):
             if failure is not None:
-                kind, message = failure
-                is_everywhere = failures.count(failure) == self.world_size
-                is_named = rank > 0 and not is_everywhere
-                raise PASSED_ON[kind](f"rank {rank}: {message}" if is_named else message)
+                kind, text = failure
+                is_common = failures.count(failure) == self.world_size
+                raise PASSED_ON[kind](text if rank == 0 or is_common else f"rank {rank}: {text}")
         return result  # type: ignore[return-value]  # attempt() returned it
 
     def _to_tensor(self, data: bytes) -> Tensor:
