@@ -5,6 +5,7 @@ million files.
 import os
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -70,11 +71,10 @@ def test_a_cache_whose_build_is_killed_is_never_seen_half_built(tmp_path: Path) 
         process = context.Process(target=build, args=(words,))
         process.start()
         building = tmp_path / "cache"
-        before = sum(path.stat().st_size for path in building.glob("*.building/records"))
+        before = num_bytes_built(building)
 
         def has_moved_or_ended(building=building, before=before, process=process) -> bool:  # type: ignore[no-untyped-def]
-            now = sum(path.stat().st_size for path in building.glob("*.building/records"))
-            return now != before or process.exitcode is not None
+            return num_bytes_built(building) != before or process.exitcode is not None
 
         wait_for(has_moved_or_ended)
         time.sleep(chance.uniform(0, 0.05))
@@ -94,6 +94,15 @@ def test_a_cache_whose_build_is_killed_is_never_seen_half_built(tmp_path: Path) 
     build(words)
     assert_whole(words)
     assert built > 0
+
+
+def num_bytes_built(folder: Path) -> int:
+    """Return the sizes of the records of caches that are being built."""
+    total = 0
+    for path in folder.glob("*.building/records"):
+        with suppress(FileNotFoundError):  # it has become whole
+            total += path.stat().st_size
+    return total
 
 
 def assert_whole(words: tuple[str, ...]) -> None:
