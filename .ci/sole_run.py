@@ -41,7 +41,8 @@ def sole_run(record: Path) -> Iterator[None]:
             sys.exit(f"error: .ci/run is running on this machine already, as process {other}")
         if left := read(file)["folder"]:
             remove(Path(left))
-        folder = Path(tempfile.gettempdir()) / f"ddp_trainer-gate-{os.urandom(4).hex()}"
+        # A short name: SLURM's sockets are in it, and their paths may have 108 characters.
+        folder = Path(tempfile.gettempdir()) / f"gate-{os.urandom(4).hex()}"
         file.seek(0)
         file.truncate()
         json.dump({"pid": os.getpid(), "folder": str(folder)}, file)
