@@ -3,14 +3,19 @@
 import ctypes
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from processes import end_with_descendants, launch, start_launch, succeed, wait_for
+import torch
+from processes import end_with_descendants, launch, on_ranks, start_launch, succeed, wait_for
 from runs import TINY, newest_step
 
+from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.errors import USER_ERROR, ConfigError
 from ddp_trainer.config.run_dirs import check_links
+from ddp_trainer.distributed.world import World
 from ddp_trainer.files import lock_file, replace_text
 
 SECRET = "a file of the user\n"
@@ -166,6 +171,75 @@ def test_nothing_is_written_through_a_link_that_appears_in_training(
         "checkpoints has become a link, and nothing is written there"
         in (run_dir / "train.log").read_text()
     )
+
+
+CALLS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.scandir"}
+"""The audit events of calls that read or change folders."""
+
+
+ONE_RANK = World(
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    device=torch.device("cpu"),
+    backend="gloo",
+    num_threads=1,
+)
+
+
+class Source:
+    """Something with a state to save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 10, "epoch": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def save_with_a_link_at_each_call(folder: Path) -> int:
+    """Save again and again; each time, the run becomes a link to another one at a later call.
+
+    Returns the number of calls of a save.
+    """
+    root = folder
+    number = calls = 0
+    is_saving = False
+
+    def count(event: str, _: Any) -> None:
+        nonlocal calls
+        if is_saving and event in CALLS:
+            calls += 1
+            if calls == number:
+                exchange(root / "link", root / "run")
+
+    sys.addaudithook(count)
+    for number in range(1, 100):
+        root = folder / str(number)
+        for name in ("run", "other"):
+            (root / name / "checkpoints").mkdir(parents=True)
+            for step in range(1, 9):
+                (root / name / f"checkpoints/step-{step:08d}.pt").write_text(SECRET)
+        (root / "link").symlink_to(root / "other")
+        options = {"keep_last": 2, "keep_best": True, "check_state": lambda state: None}
+        store = CheckpointStore(root / "run/checkpoints", world=ONE_RANK, **options)
+        calls = 0
+        is_saving = True
+        store.save(Source(), is_best=True)
+        store.wait()
+        is_saving = False
+        store.close()
+        other = (root / "other/checkpoints").iterdir()
+        assert [path.read_text() for path in other] == [SECRET] * 8, f"call {number} of {calls}"
+        if calls < number:
+            return calls
+    raise AssertionError("a save has too many calls")
+
+
+def test_a_save_stays_in_its_folder_whenever_a_link_takes_its_name(tmp_path: Path) -> None:
+    [calls] = on_ranks(1, save_with_a_link_at_each_call, tmp_path)
+    assert calls > 10
 
 
 def test_no_checkpoint_of_another_run_is_removed_if_the_directory_becomes_a_link_to_it(

@@ -32,18 +32,20 @@ class DamagedCheckpointError(Exception):
     """A checkpoint file cannot be used; the message is the reason, to be written after the path."""
 
 
-def write_file(path: Path, state: State) -> None:
+def write_file(path: Path, state: State, *, folder: Path | None = None) -> None:
     """Write `state` to `path`. After a crash, the file has either the old or the new content.
+
+    folder: that of `path`, from `held_folder`.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
     """
     try:
-        with replace_file(path) as file:
+        with replace_file((folder or path.parent) / path.name) as file:
             torch.save(state, file)
             file.seek(0)
             file.write(MAGIC + hashlib.file_digest(file, "sha256").digest())
-        directory = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(folder or path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)  # because a rename survives a power failure only after this
         finally:

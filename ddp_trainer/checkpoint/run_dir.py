@@ -13,9 +13,9 @@ import yaml
 
 from ddp_trainer.config.composition import training_changes
 from ddp_trainer.config.errors import ConfigError, one_line, path_error, require
-from ddp_trainer.config.run_dirs import check_links
+from ddp_trainer.config.run_dirs import check_links, load_yaml
 from ddp_trainer.config.schema import Resume
-from ddp_trainer.files import load_yaml, lock_file, remove_unfinished, replace_text
+from ddp_trainer.files import lock_file, remove_unfinished, replace_text
 
 LOCK_SECONDS = 3.0
 """How long a launch waits for the lock: a killed launch may need a moment to release it."""

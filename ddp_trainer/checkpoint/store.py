@@ -22,7 +22,7 @@ from ddp_trainer.checkpoint.file import (
 )
 from ddp_trainer.config.errors import ConfigError, TransientError
 from ddp_trainer.distributed.world import World
-from ddp_trainer.files import remove_unfinished
+from ddp_trainer.files import held_folder, remove_unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,12 @@ class Best:
 def best_of(state: State) -> Best:
     """Return the best scores in a checkpoint; older ones chose by top-1, and have only that."""
     return Best(state.get("best_value", state.get("best_top1")), state.get("best_top1"))
+
+
+def step_files(folder: Path) -> list[Path]:
+    """Return the paths of the files step-*.pt in `folder`, from the highest step to the lowest."""
+    steps = {path.stem[5:]: path for path in folder.glob("step-*.pt")}
+    return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
 
 
 class CheckpointStore:
@@ -90,11 +96,6 @@ class CheckpointStore:
         self.wait()
         self._pool.shutdown()
 
-    def paths(self) -> list[Path]:
-        """Return the paths of the files step-*.pt, from the highest step to the lowest."""
-        steps = {path.stem[5:]: path for path in self.folder.glob("step-*.pt")}
-        return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int, reverse=True)]
-
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; return False if there is none.
 
@@ -124,14 +125,14 @@ class CheckpointStore:
     def adopt(self, state: State) -> None:
         """Go on from `state`, which was not read from a file of this store."""
         self.best = best_of(state)
-        self.last_good = next(iter(self.paths()), None) if self.world.is_main else None
+        self.last_good = next(iter(step_files(self.folder)), None) if self.world.is_main else None
 
     def _read_newest(self) -> State:
         """Return the state in the newest good checkpoint, or {} if there is no checkpoint.
 
         Newer files, which are damaged, are renamed. Raises ConfigError if all files are damaged.
         """
-        paths = self.paths()
+        paths = step_files(self.folder)
         for number, path in enumerate(paths):
             try:
                 state = read_state(path)
@@ -197,11 +198,15 @@ class CheckpointStore:
         self.wait()
         return best_of(self.world.broadcast_object(self.best.state_dict()))
 
-    def _write_best(self, state: State) -> None:
+    def _check_place(self) -> None:
+        if os.path.realpath(self.folder) != self.place:  # files of another run may be there
+            raise OSError(f"{self.folder} has become a link, and nothing is written there")
+
+    def _write_best(self, state: State, folder: Path) -> None:
         """Write best.pt if `keep_best`, and update `best`, which a failure leaves as it was."""
         try:
             if self.keep_best:
-                write_file(self.folder / "best.pt", state)
+                write_file(self.folder / "best.pt", state, folder=folder)
             self.best = best_of(state)
         except OSError as error:
             logger.warning("%s; training continues", error)
@@ -210,20 +215,20 @@ class CheckpointStore:
         """Write the checkpoint, and delete the oldest ones; a failure is logged and recorded."""
         path = self.folder / f"step-{state['step']:08d}.pt"
         try:
-            if os.path.realpath(self.folder) != self.place:  # files of another run may be there
-                raise OSError(f"{self.folder} has become a link, and nothing is written there")
+            self._check_place()
             self.folder.mkdir(parents=True, exist_ok=True)  # the run directory may be deleted
-            remove_unfinished(self.folder)
-            # best.pt comes first: a launch that is killed before it writes `path` repeats these
-            # steps after a resume, and then writes best.pt again.
-            if is_best:
-                self._write_best(state)
-            state |= self.best.state_dict()
-            write_file(path, state)
-            self.last_good = path
-            self.failure = None
-            for old in self.paths()[self.keep_last :]:
-                if old != path:
+            with held_folder(self.folder) as folder:
+                self._check_place()  # from here on, a link that takes the name changes nothing
+                remove_unfinished(folder)
+                # best.pt comes first: a launch that is killed before it writes `path` repeats these
+                # steps after a resume, and then writes best.pt again.
+                if is_best:
+                    self._write_best(state, folder)
+                state |= self.best.state_dict()
+                write_file(path, state, folder=folder)
+                self.last_good = path
+                self.failure = None
+                for old in {*step_files(folder)[self.keep_last :]} - {folder / path.name}:
                     old.unlink(missing_ok=True)
         except OSError as error:
             self.failure = str(error)

@@ -5,11 +5,16 @@ import stat
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from ddp_trainer.config.errors import ConfigError, require
 
 MAX_SUGGESTIONS = 3
 """The largest number of run directories that a message lists."""
+MAX_BRACKETS = 2000
+"""How many brackets a YAML file may have."""
 
 
 def require_run_dir(run_dir: Path) -> None:
@@ -81,3 +86,18 @@ def check_file(path: Path) -> None:
             f"{path} is a hard link, so that a write to it changes another file: replace it by a"
             " copy (cp -r copies a whole run directory)",
         )
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML file of a stranger.
+
+    Raises:
+        ValueError: it has aliases, of which few make it endless, or brackets in brackets, which
+            take a time that is quadratic in their depth.
+        yaml.YAMLError: it is no YAML.
+    """
+    if text.count("[") + text.count("{") > MAX_BRACKETS:
+        raise ValueError("it has too many brackets")
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise ValueError("it has YAML aliases (*name), which ddp_trainer does not write")
+    return yaml.safe_load(text)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ddp_trainer.config.errors import USER_ERRORS, TransientError
-from ddp_trainer.files import load_yaml
+from ddp_trainer.config.run_dirs import load_yaml
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_TEXT = 500
