@@ -29,7 +29,7 @@ stress: .venv/installed  ## the tests and the chaos beside two processes that ke
 cluster: cluster-parallel cluster-alone  ## tests on SLURM, network namespaces and a container build; as root, on Debian
 
 cluster-parallel: .venv/installed-sweep
-	$(BIN)/pytest -n 2 --dist loadfile tests/cluster -m "not alone" $(PYTEST_OPTIONS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/cluster -m "not alone" $(PYTEST_OPTIONS)
 
 cluster-alone: .venv/installed-sweep
 	$(BIN)/pytest tests/cluster -m alone $(PYTEST_OPTIONS)

@@ -126,6 +126,10 @@ def trials(few: int, *, full: int) -> int:
 
 LONG_FILES = (
     "test_container.py",
+    "test_slurm.py",
+    "test_slurm_stops.py",
+    "test_slurm_losses.py",
+    "test_lost_nodes.py",
     "test_examples.py",
     "test_whole_runs.py",
     "test_hangs.py",

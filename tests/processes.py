@@ -77,6 +77,11 @@ def plugins(names: str, folder: Path = EXAMPLES) -> dict[str, Any]:
     return {"DDP_TRAINER_PLUGINS": names, "PYTHONPATH": with_path(folder)}
 
 
+PACE = "observer=[pace]"
+"""Override for a training whose steps take 0.1 s, where `PACING` is in the environment."""
+PACING = plugins("pacing", ROOT / "tests" / "chaos")
+
+
 _holders: deque[socket.socket] = deque()
 
 

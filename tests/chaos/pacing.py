@@ -1,4 +1,6 @@
-"""A plug-in: ``observer=[pace]`` slows a training down until a test has seen what it waits for."""
+"""A plug-in: ``observer=[pace]`` slows a training down. It then leaves the cores to others, and is
+not over before a test has seen the event it waits for.
+"""
 
 import time
 from pathlib import Path
@@ -15,12 +17,12 @@ SECONDS = 0.1
 class PaceConfig(ObserverConfig):
     name: str = "pace"
     file: str = setting("", NAMED)
-    """The training is slow as long as this file exists."""
+    """The training is slow as long as this file exists; without a name it is always slow."""
 
 
 class Pace(Observer):
     def __init__(self, config: PaceConfig) -> None:
-        self.file = Path(config.file)
+        self.file = Path(config.file or "/")
 
     def on_step(self, run: TrainingRun) -> None:
         if self.file.exists():

@@ -1,16 +1,14 @@
 """Hostile overrides: each is accepted, or is one line that a terminal can show, and exit code 2."""
 
 import random
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import trials
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
-from processes import Finished, run_command
+from processes import Finished, run_forked
 from runs import TINY, compose, read_summary
 
 from ddp_trainer import registry
@@ -147,9 +145,7 @@ def run_with(overrides: list[str], folder: Path) -> Finished:
         words = [word for word in words if not word.startswith(("data=", "data.", "model="))]
     if overrides[0] in COMMANDS:
         words = []
-    return run_command(
-        [sys.executable, "-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder
-    )
+    return run_forked(["-m", "ddp_trainer", *words, *overrides], deadline=200, cwd=folder)
 
 
 @pytest.mark.fault("hostile command lines", times=COMMAND_LINES)
@@ -157,13 +153,11 @@ def run_with(overrides: list[str], folder: Path) -> Finished:
 @pytest.mark.timeout(900)
 def test_adversary_command_lines_train_or_exit_2_with_one_line(tmp_path: Path) -> None:
     cases = [*hostile_overrides(COMMAND_LINES - len(LINES)), *map(str.split, LINES)]
-    folders = [tmp_path / str(number) for number in range(len(cases))]
-    for folder in folders:
-        folder.mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run_with, cases, folders))
     trained = 0
-    for (code, output), case, folder in zip(results, cases, folders, strict=True):
+    for number, case in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code, output = run_with(case, folder)
         if code == 0:
             trained += 1
             [summary] = folder.glob("**/summary.json")

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from processes import clean_environment, processes_with, torchrun
+from processes import PACE, PACING, clean_environment, processes_with, torchrun
 from runs import TINY
 from torch.distributed import DistError, TCPStore
 
@@ -132,6 +132,7 @@ def attacked(command: list[str], tmp_path: Path, *, has_store: bool = True) -> t
     marker = tmp_path / "executed"
     port = torchrun(1)[-1].partition("=")[2]  # a free one
     variables = clean_environment(
+        **PACING,
         ATTACKED=str(tmp_path),
         NPROC="2",
         NODE_RANK="0",
@@ -141,7 +142,7 @@ def attacked(command: list[str], tmp_path: Path, *, has_store: bool = True) -> t
         PYTHON=sys.executable,
     )
     with subprocess.Popen(
-        [*command, *TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"],
+        [*command, *TINY, PACE, "epochs=100000", f"output_dir={tmp_path}", "name=run"],
         env=variables,
         start_new_session=True,
         stdin=subprocess.DEVNULL,

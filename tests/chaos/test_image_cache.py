@@ -24,7 +24,7 @@ from ddp_trainer.data.images.image_files import ImageFiles
 from ddp_trainer.observers.ranks import peak_memory_mb
 
 BUILD_KILLS = trials(25, full=100)
-TRAIN_KILLS = trials(10, full=20)
+TRAIN_KILLS = trials(4, full=20)
 EPOCHS = 10 + TRAIN_KILLS
 
 

@@ -15,7 +15,7 @@ from runs import TINY, newest_step, read_summary, records
 
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "ddp_trainer"]
-EPOCHS = 150
+EPOCHS = 60
 
 
 def disturbed(

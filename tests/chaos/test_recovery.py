@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import trials
-from processes import ROOT, launch, on_ranks, plugins, start_command, wait_for
+from processes import PACE, PACING, ROOT, launch, on_ranks, plugins, start_command, wait_for
 from runs import TINY, newest_checkpoint, read_summary, records
 from torch.distributed import TCPStore
 
@@ -29,6 +29,7 @@ JOB = (*TINY, "data.num_train=960", "recovery.min_ranks=1", "num_threads=1")
 SHARDS = (*JOB, "shards=6")
 STEPS = 80
 """The number of steps of an epoch."""
+EPOCHS = 6
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -103,7 +104,7 @@ def curves(run_dir: Path) -> list[dict[str, Any]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = launch(*SHARDS, "epochs=14", f"output_dir={folder}", "name=run")
+    done = launch(*SHARDS, f"epochs={EPOCHS}", f"output_dir={folder}", "name=run")
     assert done.code == 0, done.output
     return folder / "run"
 
@@ -123,23 +124,25 @@ def plan_of(seed: int, number: int) -> str:
 
 @pytest.mark.fault("SIGKILL of a rank, while the others go on", times=10)
 @pytest.mark.parametrize("seed", range(trials(1, full=10)))
-def test_killed_ranks_do_not_change_a_bit(seed: int, undisturbed: Path, tmp_path: Path) -> None:
+def test_killed_ranks_do_not_change_a_bit(seed: int, tmp_path: Path) -> None:
     done = tmp_path / "done"
     done.mkdir()
-    words = (
-        *SHARDS,
-        "epochs=14",
+    words = (*SHARDS, "epochs=12")
+    launched = launch(*words, f"output_dir={tmp_path}", "name=whole")
+    assert launched.code == 0, launched.output
+    kills = (
         "observer=[kills]",
         f"observer.kills.plan='{plan_of(seed, 8)}'",
         f"observer.kills.folder={done}",
     )
-    with job(tmp_path, *words, **plugins("killing", ROOT / "tests/chaos")) as running:
+    with job(tmp_path, *words, *kills, **plugins("killing", ROOT / "tests/chaos")) as running:
         code, output = running.end()
     assert code == 0, output
     assert len(list(done.iterdir())) >= 8
+    whole = tmp_path / "whole"
     summary = read_summary(running.run_dir)
-    assert summary["weights_sha256"] == read_summary(undisturbed)["weights_sha256"]
-    assert curves(running.run_dir) == curves(undisturbed)
+    assert summary["weights_sha256"] == read_summary(whole)["weights_sha256"]
+    assert curves(running.run_dir) == curves(whole)
     assert summary["rounds"] > 8
     assert "Traceback" not in output
 
@@ -165,7 +168,7 @@ def test_without_shards_the_samples_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.fault("SIGSTOP of a rank, while the others go on")
 @pytest.mark.parametrize("slot", [0, 2])
 def test_a_silent_rank_is_replaced(slot: int, undisturbed: Path, tmp_path: Path) -> None:
-    with job(tmp_path, *SHARDS, "epochs=14", "recovery.silent_seconds=2") as running:
+    with job(tmp_path, *SHARDS, f"epochs={EPOCHS}", "recovery.silent_seconds=2") as running:
         running.wait_for_step()
         stopped = running.ranks()[slot]
         os.kill(stopped, signal.SIGSTOP)
@@ -179,7 +182,7 @@ def test_a_silent_rank_is_replaced(slot: int, undisturbed: Path, tmp_path: Path)
 
 
 def test_too_few_ranks_save_and_end(undisturbed: Path, tmp_path: Path) -> None:
-    words = (*SHARDS, "epochs=14", "recovery.min_ranks=3", "recovery.join_seconds=5")
+    words = (*SHARDS, f"epochs={EPOCHS}", "recovery.min_ranks=3", "recovery.join_seconds=5")
     with job(tmp_path, *words) as running:
         running.wait_for_step()
         agent = children(running.process.pid)[1]
@@ -189,7 +192,7 @@ def test_too_few_ranks_save_and_end(undisturbed: Path, tmp_path: Path) -> None:
     expected = "of at least 3 ranks (recovery.min_ranks) are left, and no others came within 5 s"
     assert output.count(expected) == 1, output
     assert "the state is saved as " in output
-    done = launch(*SHARDS, "epochs=14", f"output_dir={tmp_path}", "name=run")
+    done = launch(*SHARDS, f"epochs={EPOCHS}", f"output_dir={tmp_path}", "name=run")
     assert done.code == 0, done.output
     hashes = [read_summary(path)["weights_sha256"] for path in (running.run_dir, undisturbed)]
     assert hashes[0] == hashes[1]
@@ -207,7 +210,7 @@ def test_an_exception_ends_the_job_with_one_cause(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()
     (folder / "raising.py").write_text(RAISING)
-    words = (*SHARDS, "epochs=14", "observer=[raising]")
+    words = (*SHARDS, f"epochs={EPOCHS}", "observer=[raising]")
     with job(tmp_path, *words, **plugins("raising", folder)) as running:
         code, output = running.end()
     assert code == 1, output
@@ -279,9 +282,8 @@ def test_a_stop_is_graceful(tmp_path: Path) -> None:
 def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: Path) -> None:
     """It takes the place of a rank that was killed, as a node with another checkout would."""
     is_slow = tmp_path / "slow"
-    pace = ("observer=[pace]", f"observer.pace.file={is_slow}")
-    environment = plugins("pacing", ROOT / "tests/chaos")
-    with job(tmp_path, *SHARDS, "epochs=14", *pace, MAX_RESTARTS="0", **environment) as running:
+    pace = (PACE, f"observer.pace.file={is_slow}")
+    with job(tmp_path, *SHARDS, f"epochs={EPOCHS}", *pace, MAX_RESTARTS="0", **PACING) as running:
         running.wait_for_step()
         is_slow.touch()
         killed = running.ranks()[1]
@@ -292,7 +294,7 @@ def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: 
         )
         variables = {name.decode(): value.decode() for name, value in names.items()}
         os.kill(killed, signal.SIGKILL)
-        words = (*SHARDS, "epochs=14", *pace, "seed=1", f"output_dir={tmp_path}", "name=run")
+        words = (*SHARDS, f"epochs={EPOCHS}", *pace, "seed=1", f"output_dir={tmp_path}", "name=run")
         other = subprocess.run(
             [sys.executable, "-m", "ddp_trainer", *words],
             env=variables | {"DDP_TRAINER_LOCAL_RANK": "0"},
@@ -305,7 +307,7 @@ def test_a_rank_with_other_settings_does_not_join_and_disturbs_nobody(tmp_path: 
         _, output = running.end()
     assert other.returncode == USER_ERROR, other.stderr
     assert "other versions, settings or data than the ranks that train" in other.stderr
-    assert read_summary(running.run_dir)["steps"] == 14 * STEPS, output
+    assert read_summary(running.run_dir)["steps"] == EPOCHS * STEPS, output
 
 
 def test_a_torchrun_of_several_ranks_is_refused(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.jobs import jobs, undisturbed
 from cluster.namespaces import NEEDS, Hosts, can_make_hosts
 from cluster.slurm import slurm
 
-__all__ = ["slurm"]
+__all__ = ["jobs", "slurm", "undisturbed"]
 
 
 @pytest.fixture

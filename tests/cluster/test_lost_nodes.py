@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 from chaos.test_recovery import plan_of
 from conftest import trials
-from processes import ROOT, launch, plugins
+from processes import PACE, PACING, ROOT, launch, plugins
 from runs import TINY, read_summary
 
 from cluster.namespaces import Hosts, can_make_hosts
 from cluster.slurm import until
 from cluster.test_nodes import Job
-from cluster.test_slurm import Jobs, jobs
-
-__all__ = ["jobs"]
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not can_make_hosts(), reason="root")]
 
@@ -24,7 +21,7 @@ WENT_ON = re.compile(r"rank \d on (\S+) was lost at step \d+; \d ranks went on (
 
 def paced(is_slow: Path) -> tuple[str, ...]:
     """Return overrides for a training that is slow as long as the file `is_slow` exists."""
-    return ("observer=[pace]", f"observer.pace.file={is_slow}")
+    return (PACE, f"observer.pace.file={is_slow}")
 
 
 @pytest.mark.fault("a node that is killed or has no power, while the others go on", times=2)
@@ -33,8 +30,7 @@ def test_nodes_are_lost_and_come_back(hosts: Hosts, tmp_path: Path) -> None:
     done = launch(*words, f"output_dir={tmp_path}", "name=whole", deadline=300)
     assert done.code == 0, done.output
     is_slow = tmp_path / "slow"
-    environment = plugins("pacing", ROOT / "tests/chaos")
-    job = Job(hosts, tmp_path, *words, *paced(is_slow), nnodes="1:4", **environment)
+    job = Job(hosts, tmp_path, *words, *paced(is_slow), nnodes="1:4", **PACING)
 
     def news(text: str) -> None:
         until(lambda: text in job.log(0).read_text(), text, deadline=120, report=job.told)
@@ -78,44 +74,3 @@ def test_ranks_of_four_hosts_are_killed_and_join_again(
     summary = read_summary(job.run_dir)
     assert summary["weights_sha256"] == read_summary(tmp_path / "whole")["weights_sha256"]
     assert summary["rounds"] > 8
-
-
-@pytest.mark.fault("a node of a SLURM job with --no-kill is lost and comes back")
-def test_a_job_goes_on_without_a_node_and_takes_it_in_again(jobs: Jobs) -> None:
-    words = (*WORDS, "epochs=20")
-    done = launch(*words, f"output_dir={jobs.folder}", "name=whole", deadline=300)
-    assert done.code == 0, done.output
-    slurm = jobs.slurm
-    is_slow = jobs.folder / "slow"
-    job = jobs.submit(
-        *words,
-        *paced(is_slow),
-        "name=run",
-        options=("--nodes=3", "--no-kill"),
-        DDP_TRAINER_MIN_NODES="1",
-        **plugins("pacing", ROOT / "tests/chaos"),
-    )
-
-    def news(text: str) -> None:
-        until(
-            lambda: text in slurm.output(job), text, deadline=180, report=lambda: slurm.output(job)
-        )
-
-    news("epoch 1/20")
-    is_slow.touch()
-    node = slurm.run("scontrol", "show", "hostnames", slurm.show(job)[0]["NodeList"]).split()[1]
-    slurm.kill_node(node)
-    try:
-        news("was lost at step")
-        news("will join in its place")
-    finally:
-        slurm.start_node(node)
-    news("rank 1 on")
-    news("joined at step")
-    is_slow.unlink()
-    jobs.finish(job)
-    assert slurm.show(job)[0]["Restarts"] == "0"
-    assert not slurm.run("squeue", "--noheader")
-    run, whole = (read_summary(jobs.folder / name) for name in ("run", "whole"))
-    assert [ranks for _, ranks in run["ranks_by_step"]] == [3, 2, 3]
-    assert run["weights_sha256"] == whole["weights_sha256"]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import PACE, PACING
 from runs import TINY, newest_step, read_summary
 
 from cluster.namespaces import ROOT, SCRIPT, Hosts
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 LONG = (
     *TINY,
+    PACE,
     "epochs=4000",
     "num_threads=1",
     "checkpoint.every_steps=10",
@@ -35,7 +37,7 @@ class Job:
     def __init__(
         self, hosts: Hosts, folder: Path, *overrides: str, nnodes: str = "4", **variables: str
     ) -> None:
-        self.variables = variables
+        self.variables = PACING | variables
         self.hosts = hosts
         self.folder = folder
         self.nnodes = nnodes
@@ -177,6 +179,7 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
         NPROC="1",
         JOIN_SECONDS="60",
         SSH=str(hosts.ssh(tmp_path)),
+        **PACING,
     )
     until(lambda: newest_step(tmp_path / "run") > 0, "a checkpoint", deadline=120)
     launcher.send_signal(end)

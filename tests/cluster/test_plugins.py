@@ -5,9 +5,8 @@ from processes import succeed
 from runs import assert_bitwise, read_summary, trained_state
 from test_plugins import EXAMPLE, PLUGIN
 
-from cluster.test_slurm import Jobs, jobs
+from cluster.jobs import Jobs
 
-__all__ = ["jobs"]
 pytestmark = pytest.mark.timeout(900)
 
 

@@ -1,108 +1,21 @@
-"""launch/slurm.sbatch on a real cluster: what it makes of a job, and what becomes of a run that is
-disturbed.
+"""launch/slurm.sbatch on a real cluster: the ranks, the arguments and the nodes of a job, and the
+failures that no restart can mend.
 """
 
 import re
-import shlex
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from runs import (
-    TINY,
-    assert_bitwise,
-    newest_checkpoint,
-    newest_step,
-    read_summary,
-    train_on,
-    trained_state,
-)
+from runs import newest_checkpoint, read_summary, train_on
 
-from cluster.slurm import SlurmCluster, until
-from ddp_trainer.tools.verify import find_damage
-
-SCRIPT = str(Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch")
-SHORT = (*TINY, "num_threads=1")
-LONG = (*SHORT, "epochs=150", "checkpoint.every_steps=4")
-"""1,200 steps: time enough to be disturbed several times."""
+from cluster.jobs import SCRIPT, SHORT, Jobs
+from cluster.slurm import until
 
 pytestmark = pytest.mark.timeout(900)
 
-
-class Jobs:
-    """Submits the script from an empty folder, below which the runs go."""
-
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
-        self.slurm = slurm
-        self.folder = folder
-        self.submitted: list[int] = []
-
-    def submit(
-        self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",), **extra: str
-    ) -> int:
-        words = (*options, SCRIPT, f"output_dir={self.folder}", *overrides)
-        environment = {"DDP_TRAINER_PYTHON": sys.executable} | extra
-        self.submitted.append(self.slurm.submit(*words, cwd=self.folder, **environment))
-        return self.submitted[-1]
-
-    def finish(self, job: int) -> str:
-        """Wait until the job is over, fail the test unless all went well, and return what was
-        printed.
-        """
-        state = self.slurm.wait(job, deadline=600)
-        output = self.slurm.output(job)
-        assert state == "COMPLETED", output
-        for record in self.slurm.show(job):
-            assert not list(self.folder.rglob(f".slurm-{record['JobId']}"))
-        return output
-
-    def until_it_trains(self, job: int, name: str) -> None:
-        """Wait until there is a checkpoint that was not there before."""
-        before = newest_step(self.folder / name)
-        until(
-            lambda: (
-                newest_step(self.folder / name) > before
-                and self.slurm.show(job)[0]["JobState"] == "RUNNING"
-            ),
-            f"{name} has a checkpoint after step {before}",
-            deadline=240,
-            report=lambda: self.slurm.output(job),
-        )
-
-    def until_it_waits(self, job: int, restarts: int) -> None:
-        """Wait until the job is back in the queue after so many starts, and let it begin soon."""
-        said = ["PENDING", "BeginTime", str(restarts)]
-        until(
-            lambda: (
-                [self.slurm.show(job)[0][key] for key in ("JobState", "Reason", "Restarts")] == said
-            ),
-            f"job {job} is in the queue again",
-            deadline=240,
-            report=lambda: self.slurm.output(job),
-        )
-        self.slurm.hasten(self.slurm.show(job)[0])
-
-
-@pytest.fixture
-def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
-    jobs = Jobs(slurm, tmp_path)
-    yield jobs
-    slurm.run("scancel", *map(str, jobs.submitted))  # those of a test that failed
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the result of LONG on two ranks without a disturbance."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train_on(2, *LONG, f"output_dir={folder}", "name=alone", deadline=600)
-    return trained_state(folder / "alone")
-
-
-# --- what a job gives -----------------------------------------------------------------------------
+# --- ranks, arguments and arrays ------------------------------------------------------------------
 
 
 def test_a_job_on_two_nodes_trains_with_the_python_of_its_folder(jobs: Jobs) -> None:
@@ -167,104 +80,7 @@ def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) ->
     assert [read_summary(run)["steps"] for run in runs] == [320] * 4
 
 
-# --- a run that is disturbed ----------------------------------------------------------------------
-
-
-def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
-    jobs: Jobs, undisturbed: dict[str, Any]
-) -> None:
-    job = jobs.submit(*LONG, "name=run", "resume=never")
-    # preempts
-    stops: list[Callable[[], object]] = [
-        lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
-        lambda: jobs.slurm.submit(
-            "--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname"
-        ),
-        lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
-    ]
-    for number, stop in enumerate(stops, 1):
-        jobs.until_it_trains(job, "run")
-        stop()
-        jobs.until_it_waits(job, restarts=number)
-    output = jobs.finish(job)
-    assert output.count("stopped gracefully: requeueing job") == 3
-    assert not (jobs.folder / "run" / "stopped").exists()
-    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
-    assert not any(find_damage(jobs.folder / "run").values())
-
-
-def test_a_job_that_preemption_cancels_says_how_to_go_on(
-    jobs: Jobs, undisturbed: dict[str, Any]
-) -> None:
-    """PreemptMode=CANCEL: SLURM gives the job its grace time, and does not requeue it."""
-    options = ("--nodes=2", "--partition=brief")
-    job = jobs.submit(*LONG, "name=run", options=options)
-    jobs.until_it_trains(job, "run")
-    jobs.slurm.submit("--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname")
-    state = jobs.slurm.wait(job)
-    output = jobs.slurm.output(job)
-    assert state == "PREEMPTED", output
-    [command] = re.findall("to continue, with the same options of sbatch: sbatch (.*)", output)
-    assert (jobs.folder / "run/stopped").exists()
-    again = jobs.slurm.submit(
-        *options[1:], *shlex.split(command), cwd=jobs.folder, DDP_TRAINER_PYTHON=sys.executable
-    )
-    jobs.submitted.append(again)
-    jobs.finish(again)
-    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
-
-
-def test_a_suspended_job_goes_on(jobs: Jobs, undisturbed: dict[str, Any]) -> None:
-    """PreemptMode=SUSPEND does what scontrol suspend does; here for longer than timeout_seconds."""
-    job = jobs.submit(*LONG, "name=run", "timeout_seconds=20")
-    jobs.until_it_trains(job, "run")
-    jobs.slurm.run("scontrol", "suspend", str(job))
-    time.sleep(25)
-    jobs.slurm.run("scontrol", "resume", str(job))
-    jobs.finish(job)
-    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_loss_of_a_node_loses_nothing(
-    jobs: Jobs, undisturbed: dict[str, Any], number: int
-) -> None:
-    """Node 0 runs the batch script and rank 0's store, node 1 only its rank."""
-    job = jobs.submit(*LONG, "name=run")
-    jobs.until_it_trains(job, "run")
-    node = jobs.slurm.run(
-        "scontrol", "show", "hostnames", jobs.slurm.show(job)[0]["NodeList"]
-    ).split()[number]
-    jobs.slurm.kill_node(node)
-    try:
-        jobs.finish(job)
-    finally:
-        jobs.slurm.start_node(node)
-        until(lambda: jobs.slurm.node_state(node) == "IDLE", f"{node} is back", deadline=120)
-    assert jobs.slurm.show(job)[0]["Restarts"] == "1"
-    assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
-    assert not any(find_damage(jobs.folder / "run").values())
-
-
-@pytest.mark.parametrize("min_nodes", ["", "1"])
-def test_the_time_limit_requeues_and_scancel_does_not(min_nodes: str, jobs: Jobs) -> None:
-    job = jobs.submit(
-        *LONG,
-        "epochs=100000",
-        "name=run",
-        options=("--nodes=2", "--time=1", "--signal=B:USR2@10", "--no-kill"),
-        DDP_TRAINER_MIN_NODES=min_nodes,
-    )
-    jobs.until_it_waits(job, restarts=1)
-    assert (jobs.folder / "run" / "stopped").exists()
-    secret = jobs.folder / f".slurm-{job}" / "secret"
-    assert (secret.stat().st_mode & 0o777, len(secret.read_text().strip())) == (0o600, 32)
-    jobs.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    jobs.until_it_trains(job, "run")
-    jobs.slurm.run("scancel", str(job))
-    assert jobs.slurm.wait(job) == "CANCELLED"
-    assert jobs.slurm.show(job)[0]["Restarts"] == "1"
-    assert jobs.slurm.output(job).count("requeueing") == 1
+# --- nodes that fail their check ------------------------------------------------------------------
 
 
 def test_after_a_failed_node_check_the_job_is_requeued_and_takes_another_port(jobs: Jobs) -> None:
