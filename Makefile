@@ -17,10 +17,11 @@ train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the R
 	NPROC=2 launch/local.sh experiment=digits_resnet18 device=cpu
 
 test: .venv/installed  ## tests of every guarantee of the README, with real processes
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not chaos and not cluster" $(PYTEST_OPTIONS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not chaos and not cluster" \
+		--ignore=tests/chaos --ignore=tests/cluster $(PYTEST_OPTIONS)
 
 chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; TRIALS=full: each fault as often as the docs say
-	$(BIN)/pytest -n 3 -m "chaos and not cluster" $(PYTEST_OPTIONS)
+	$(BIN)/pytest -n 4 -m "chaos and not cluster" --ignore=tests/cluster $(PYTEST_OPTIONS)
 
 stress: .venv/installed  ## the tests and the chaos beside two processes that keep the cores busy
 	@trap 'kill $$busy' EXIT INT TERM; for _ in 1 2; do yes > /dev/null & busy="$$busy $$!"; done; \

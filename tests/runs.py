@@ -37,6 +37,7 @@ TINY = (
     "data.mean=[0.5]",
     "data.std=[0.25]",
     "precision=fp32",
+    "num_threads=1",  # a second thread is slower while other tests use the cores
     "global_batch_size=12",
     "epochs=2",
     "logger=[jsonl]",  # TensorBoard would take as long as the training

@@ -319,7 +319,7 @@ def test_a_run_directory_of_another_config_is_refused_by_naming_the_keys(tmp_pat
     [error] = refused(2, (*run, "data.height=4"))  # leaves the directory to the corrected command
     assert error.startswith("model=lenet needs ")
     train_on(1, *run)
-    assert refused(2, (*run, "optimizer.lr=0.3", "seed=1", "num_threads=1")) == [
+    assert refused(2, (*run, "optimizer.lr=0.3", "seed=1", "num_threads=2")) == [
         f"{tmp_path}/run holds a run of another config (optimizer.lr: 0.05 → 0.3; seed: 0 → 1):"
         " set these keys to their old values to continue it, choose name=… for a new run, or"
         " resume=never to start from step 0 (the old directory is renamed)"

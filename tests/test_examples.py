@@ -43,11 +43,8 @@ def children_of(process: BaseProcess) -> list[int]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_an_example_runs_as_a_script(script: Path, tmp_path: Path) -> None:
     assert len(script.read_text().splitlines()) <= 60
-    if script.stem == "python_api":
-        command = [sys.executable, str(script)]
-        done = run_command(command, cwd=tmp_path, deadline=180, PYTHONPATH=with_path())
-    else:  # forked, to be faster: only its ranks are new processes
-        done = launch(script=str(script), cwd=tmp_path, deadline=180, PYTHONPATH=with_path())
+    # forked, to be faster: only its ranks are new processes
+    done = launch(script=str(script), cwd=tmp_path, deadline=180, PYTHONPATH=with_path())
     assert done.code == 0, done.output
     top1 = re.search(r"top-1 ([01]\.\d+)", done.output)
     [run_dir] = [path for path in (tmp_path / "outputs").iterdir() if path.is_dir()]

@@ -25,7 +25,7 @@ from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.membership import Membership, Process, Round, start_time_of
 
 RANKS = 3
-JOB = (*TINY, "data.num_train=960", "recovery.min_ranks=1", "num_threads=1")
+JOB = (*TINY, "data.num_train=960", "recovery.min_ranks=1")
 SHARDS = (*JOB, "shards=6")
 STEPS = 80
 """The number of steps of an epoch."""

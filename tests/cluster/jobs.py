@@ -11,8 +11,7 @@ from runs import TINY, newest_step, train_on, trained_state
 from cluster.slurm import SlurmCluster, until
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch")
-SHORT = (*TINY, "num_threads=1")
-LONG = (*SHORT, "epochs=150", "checkpoint.every_steps=4")
+LONG = (*TINY, "epochs=150", "checkpoint.every_steps=4")
 """1,200 steps: time enough to be disturbed several times."""
 
 

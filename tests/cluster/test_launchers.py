@@ -21,7 +21,7 @@ from ddp_trainer.launchers.sweeps.base import Job, last_error
 from ddp_trainer.training.summary import Summary
 from hydra_plugins.ddp_trainer import SlurmLauncher, TorchrunLauncher
 
-CHEAP = (*TINY, "epochs=1", "device=cpu", "num_threads=1")
+CHEAP = (*TINY, "epochs=1", "device=cpu")
 """8 steps; as many threads however many jobs share the cores."""
 
 

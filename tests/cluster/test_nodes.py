@@ -23,7 +23,6 @@ LONG = (
     *TINY,
     PACE,
     "epochs=4000",
-    "num_threads=1",
     "checkpoint.every_steps=10",
     "checkpoint.keep_last=2",
     "timeout_seconds=20",

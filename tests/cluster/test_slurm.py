@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import newest_checkpoint, read_summary, train_on
+from runs import TINY, newest_checkpoint, read_summary, train_on
 
-from cluster.jobs import SCRIPT, SHORT, Jobs
+from cluster.jobs import SCRIPT, Jobs
 from cluster.slurm import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_a_job_on_two_nodes_trains_with_the_python_of_its_folder(jobs: Jobs) -> None:
     (jobs.folder / ".venv").symlink_to(sys.prefix)
-    job = jobs.submit(*SHORT, "name=plain", DDP_TRAINER_PYTHON="", VIRTUAL_ENV="", CONDA_PREFIX="")
+    job = jobs.submit(*TINY, "name=plain", DDP_TRAINER_PYTHON="", VIRTUAL_ENV="", CONDA_PREFIX="")
     output = jobs.finish(job)
     assert "test acc" in output.splitlines()[-2]
     assert not [line for line in output.splitlines() if "warn" in line.lower() or "error" in line]
@@ -36,7 +36,7 @@ def test_ranks_follow_from_what_the_job_asked_for(jobs: Jobs) -> None:
         "variable": (("--nodes=1", "--gpus-per-node=1"), {"DDP_TRAINER_RANKS_PER_NODE": "2"}, 2),
     }
     started = [
-        jobs.submit(*SHORT, f"name={name}", options=options, **extra)
+        jobs.submit(*TINY, f"name={name}", options=options, **extra)
         for name, (options, extra, _) in asked.items()
     ]
     for job in started:
@@ -49,7 +49,7 @@ def test_ranks_follow_from_what_the_job_asked_for(jobs: Jobs) -> None:
 def test_hostile_arguments_reach_hydra_unchanged(jobs: Jobs) -> None:
     folder = jobs.folder / 'it\'s: $(touch owned) `id` "q" * ~ \\t; & #\n-- end'
     quoted = str(folder).replace("'", "\\'")
-    jobs.finish(jobs.submit(*SHORT, f"output_dir='{quoted}'", "name=run", options=("--nodes=1",)))
+    jobs.finish(jobs.submit(*TINY, f"output_dir='{quoted}'", "name=run", options=("--nodes=1",)))
     assert [path.name for path in jobs.folder.iterdir()] == [folder.name]
     assert read_summary(folder / "run")["world_size"] == 1
 
@@ -57,7 +57,7 @@ def test_hostile_arguments_reach_hydra_unchanged(jobs: Jobs) -> None:
 def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) -> None:
     sweep = ("seed=0,1", "optimizer.lr=0.1,0.2")
     array = jobs.submit(
-        *SHORT,
+        *TINY,
         "epochs=40",
         "checkpoint.every_steps=4",
         *sweep,
@@ -84,7 +84,7 @@ def test_an_array_is_a_sweep_and_its_jobs_are_requeued_one_by_one(jobs: Jobs) ->
 
 
 def test_after_a_failed_node_check_the_job_is_requeued_and_takes_another_port(jobs: Jobs) -> None:
-    job = jobs.submit(*SHORT, "name=run", options=("--nodes=2", "--hold"))
+    job = jobs.submit(*TINY, "name=run", options=("--nodes=2", "--hold"))
     port = 15000 + 10 * job % 15000  # the script's choice for the first start
     with socket.create_server(("127.0.0.1", port)):
         jobs.slurm.run("scontrol", "release", str(job))
@@ -104,7 +104,7 @@ def test_a_node_that_computes_wrong_numbers_is_excluded_when_the_job_is_requeued
         "PYTHONPATH": str(Path(__file__).parent),
     }
     words = (
-        *SHORT,
+        *TINY,
         "epochs=4",
         "checkpoint.every_steps=2",
         "check.every_steps=1",
@@ -129,7 +129,7 @@ def test_a_slow_node_is_excluded_before_the_job_trains(jobs: Jobs) -> None:
         f"#!{sys.executable}\n" + Path(__file__).with_name("slow_node.py").read_text()
     )
     program.chmod(0o755)
-    words = (*SHORT, "name=run", "check.fitness=true")
+    words = (*TINY, "name=run", "check.fitness=true")
     job = jobs.submit(
         *words, options=("--nodes=2",), DDP_TRAINER_PYTHON=str(program), SLOW_NODE=slow
     )
@@ -149,14 +149,14 @@ def test_a_slow_node_is_excluded_before_the_job_trains(jobs: Jobs) -> None:
 
 
 def test_bad_input_is_one_error_and_no_requeue(jobs: Jobs) -> None:
-    train_on(1, *SHORT, f"output_dir={jobs.folder}", "name=taken", "epochs=1")
+    train_on(1, *TINY, f"output_dir={jobs.folder}", "name=taken", "epochs=1")
     bad = {
-        jobs.submit(*SHORT, "optimizer.lr=nan"): "error: optimizer.lr=nan must be greater than 0",
+        jobs.submit(*TINY, "optimizer.lr=nan"): "error: optimizer.lr=nan must be greater than 0",
         jobs.submit(
-            *SHORT, "name=taken", "seed=1"
+            *TINY, "name=taken", "seed=1"
         ): f"error: {jobs.folder}/taken holds a run of another config",
         jobs.submit(
-            *SHORT, options=("--nodes=1",), DDP_TRAINER_RANKS_PER_NODE="13"
+            *TINY, options=("--nodes=1",), DDP_TRAINER_RANKS_PER_NODE="13"
         ): "error: global_batch_size=12",
     }
     for job, error in bad.items():
@@ -177,7 +177,7 @@ def test_bad_input_is_one_error_and_no_requeue(jobs: Jobs) -> None:
 
 def test_a_job_that_always_fails_is_given_up(jobs: Jobs) -> None:
     job = jobs.submit(
-        *SHORT,
+        *TINY,
         "name=bad one",
         "optimizer.lr=1e30",
         "scheduler=constant",

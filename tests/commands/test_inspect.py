@@ -293,7 +293,8 @@ def test_wrong_labels_are_found_with_the_runs_of_a_cross_validation(tmp_path: Pa
     data = ("data=manifest", f"data.file={tmp_path}/labels.csv", f"data.cache_dir={tmp_path}/cache")
     words = (*data, "data.image_size=16", "data.channels=1", "data.mean=[0.3]", "data.std=[0.35]")
     crop = "data.augment.random_resized_crop=null"
-    train = ("model=lenet", "epochs=8", "logger=[]", "global_batch_size=32", "data.num_folds=2")
+    model = ("model=lenet", "precision=fp32", "num_threads=1")
+    train = (*model, "epochs=8", "logger=[]", "global_batch_size=32", "data.num_folds=2")
     jobs = [
         (
             *words,
