@@ -16,7 +16,7 @@ install: .venv/installed  ## Python environment in .venv
 train: .venv/installed  ## ResNet-18 on handwritten digits, two CPU ranks; the README says how long it takes
 	NPROC=2 launch/local.sh experiment=digits_resnet18 device=cpu
 
-test: .venv/installed  ## tests of every guarantee of the README, with real processes
+test: .venv/installed  ## the tests, with real processes
 	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not chaos and not cluster" \
 		--ignore=tests/chaos --ignore=tests/cluster $(PYTEST_OPTIONS)
 
