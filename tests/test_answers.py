@@ -173,7 +173,7 @@ def test_a_path_that_begins_with_a_tilde(tmp_path: Path) -> None:
     assert (tmp_path / "runs (1)/run/checkpoints").is_dir()
 
 
-@pytest.mark.parametrize("command", ["evaluate", "report", "predict"])
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
 def test_the_launch_script_runs_each_command(command: str, outputs: Path, pictures: Path) -> None:
     words = {"predict": [str(pictures / "plain/cat")]}
     done = run_command(

@@ -15,7 +15,7 @@ MAKEFILE = """\
 check:
 	test ! -e bad_style
 test chaos cluster-parallel cluster-alone:
-	{python} -m pytest -p xdist -n 2 $@ $(PYTEST_OPTIONS)
+	{python} -m pytest -p xdist -n 1 $@ $(PYTEST_OPTIONS)
 """
 PASSES = "def test_that_passes():\n    pass\n"
 FAILS = "def test_that_fails():\n    assert 1 == 2, 'one is not two'\n"

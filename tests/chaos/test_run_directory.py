@@ -235,7 +235,7 @@ def test_a_restart_resumes_although_resume_is_never(tmp_path: Path) -> None:
 def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(
     ranks: int, tmp_path: Path
 ) -> None:
-    words = ["--multirun", *TINY, "seed=0,1", f"output_dir={tmp_path}", "name=run", "epochs=100"]
+    words = ["--multirun", *TINY, "seed=0,1", f"output_dir={tmp_path}", "name=run", "epochs=60"]
     command = [sys.executable] if ranks == 1 else torchrun(2)
     with start_command([*command, "-m", "ddp_trainer", *words]) as sweep:
         wait_for(
@@ -253,7 +253,7 @@ def test_a_graceful_stop_ends_a_sweep_and_the_same_command_goes_on(
     done = launch(*words, ranks=None if ranks == 1 else 2)
     assert done.code == 0, done.output
     run_dirs = [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
-    assert [read_summary(run_dir)["epochs"] for run_dir in run_dirs] == [100, 100]
+    assert [read_summary(run_dir)["epochs"] for run_dir in run_dirs] == [60, 60]
 
 
 @pytest.mark.fault("SIGTERM within a period of local_sgd")

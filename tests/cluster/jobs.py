@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import PACE, PACING
 from runs import TINY, newest_step, train_on, trained_state
 
 from cluster.slurm import SlurmCluster, until
 
 SCRIPT = str(Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch")
-LONG = (*TINY, "epochs=150", "checkpoint.every_steps=4")
-"""1,200 steps: time enough to be disturbed several times."""
+LONG = (*TINY, "epochs=60", "checkpoint.every_steps=4")
+"""480 steps, which are slow until the test has disturbed the job, see `Jobs.submit_long`."""
 
 
 class Jobs:
@@ -21,6 +22,7 @@ class Jobs:
     def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
         self.slurm = slurm
         self.folder = folder
+        self.is_slow = folder / "slow"
         self.submitted: list[int] = []
 
     def submit(
@@ -31,10 +33,17 @@ class Jobs:
         self.submitted.append(self.slurm.submit(*words, cwd=self.folder, **environment))
         return self.submitted[-1]
 
+    def submit_long(self, *overrides: str, options: tuple[str, ...] = ("--nodes=2",)) -> int:
+        """Submit `LONG` as the run "run", whose steps take 0.1 s until `finish` is called."""
+        self.is_slow.touch()
+        pace = (PACE, f"observer.pace.file={self.is_slow}")
+        return self.submit(*LONG, *pace, "name=run", *overrides, options=options, **PACING)
+
     def finish(self, job: int) -> str:
         """Wait until the job is over, fail the test unless all went well, and return what was
         printed.
         """
+        self.is_slow.unlink(missing_ok=True)
         state = self.slurm.wait(job, deadline=600)
         output = self.slurm.output(job)
         assert state == "COMPLETED", output

@@ -39,10 +39,10 @@ def run_dirs(folder: Path) -> dict[str, Path]:
 
 
 def assert_same_sweeps(folder: Path) -> None:
-    """Compare the sweeps "own" and "plain" in `folder`, of four jobs on two ranks."""
+    """Compare the sweeps "own" and "plain" in `folder`, of two jobs on two ranks."""
     own = run_dirs(folder / "own")
     plain = run_dirs(folder / "plain")
-    assert len(own) == 4
+    assert len(own) == 2
     assert own.keys() == plain.keys()
     for name in own:
         assert read_summary(own[name])["world_size"] == 2
@@ -53,7 +53,7 @@ def assert_same_sweeps(folder: Path) -> None:
 def test_each_job_is_a_torchrun_with_the_result_that_it_has_under_a_plain_one(
     tmp_path: Path,
 ) -> None:
-    sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
+    sweep = (*CHEAP, "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
     succeed(*own_torchrun(nproc_per_node=2, max_parallel=2), *sweep, "name=own", deadline=240)
     succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=240)
     assert_same_sweeps(tmp_path)

@@ -1,5 +1,5 @@
-"""launch/multinode.sh on four hosts: by hand on each, over ssh, stopped gracefully, and with a host
-that dies.
+"""launch/multinode.sh on several hosts: by hand on each, over ssh, stopped gracefully, and with a
+host that dies.
 """
 
 import signal
@@ -31,18 +31,24 @@ LONG = (
 
 
 class Job:
-    """multinode.sh by hand on each of some hosts, one rank a node, in tmp_path/run."""
+    """multinode.sh by hand on each of the first `count` hosts, one rank a node, in tmp_path/run."""
 
     def __init__(
-        self, hosts: Hosts, folder: Path, *overrides: str, nnodes: str = "4", **variables: str
+        self,
+        hosts: Hosts,
+        folder: Path,
+        *overrides: str,
+        count: int,
+        min_nodes: int | None = None,
+        **variables: str,
     ) -> None:
         self.variables = PACING | variables
         self.hosts = hosts
         self.folder = folder
-        self.nnodes = nnodes
+        self.nnodes = str(count) if min_nodes is None else f"{min_nodes}:{count}"
         self.overrides = (*overrides, f"output_dir={folder}", "name=run")
         self.run_dir = folder / "run"
-        self.nodes = {number: self.start(number) for number in range(len(hosts.names))}
+        self.nodes = {number: self.start(number) for number in range(count)}
 
     def start(self, number: int) -> subprocess.Popen:
         return self.hosts.start(
@@ -92,15 +98,6 @@ class Job:
         )
 
 
-def test_four_hosts_train_to_the_end(hosts: Hosts, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, *TINY)
-    job.finish()
-    summary = read_summary(job.run_dir)
-    assert (summary["world_size"], summary["steps"], summary["eval/count"]) == (4, 16, 31)
-    assert not any(find_damage(job.run_dir).values())
-    assert "node 1 of 4: 10.83.0.2 on eth0, head 10.83.0.1:29400" in job.log(1).read_text()
-
-
 PYTHON = """#!/bin/sh
 case "$*" in *node-check*)
     echo "$DDP_TRAINER_JOB_SECRET" >>{folder}/secrets
@@ -138,7 +135,9 @@ def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert read_summary(tmp_path / HOSTILE / "run")["world_size"] == 4
+    assert "node 1 of 4: 10.83.0.2 on eth0, head 10.83.0.1:29400" in done.stdout + done.stderr
+    summary = read_summary(tmp_path / HOSTILE / "run")
+    assert (summary["world_size"], summary["steps"], summary["eval/count"]) == (4, 16, 31)
     assert {path.name for path in tmp_path.iterdir()} == {
         "ssh",
         "python",
@@ -155,13 +154,13 @@ def test_one_command_runs_on_all_hosts_and_keeps_its_arguments_and_its_secret(
 
 
 def test_a_signal_on_one_host_stops_all_gracefully(hosts: Hosts, tmp_path: Path) -> None:
-    job = Job(hosts, tmp_path, *LONG)
-    job.until_it_trains(4)
-    job.nodes[2].send_signal(signal.SIGTERM)
+    job = Job(hosts, tmp_path, *LONG, count=2)
+    job.until_it_trains(2)
+    job.nodes[1].send_signal(signal.SIGTERM)
     job.finish()
     assert (job.run_dir / "stopped").exists()
     step = read_summary(job.run_dir)["steps"]
-    Job(hosts, tmp_path, *LONG, f"max_steps={step + 10}").finish()
+    Job(hosts, tmp_path, *LONG, f"max_steps={step + 10}", count=2).finish()
     assert read_summary(job.run_dir)["steps"] == step + 10
     assert not any(find_damage(job.run_dir).values())
 
@@ -174,7 +173,7 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
         0,
         [SCRIPT, *LONG, f"output_dir={tmp_path}", "name=run"],
         tmp_path / "launcher.log",
-        HOSTS="node0 node1 node2 node3",
+        HOSTS="node0 node1",
         NPROC="1",
         JOIN_SECONDS="60",
         SSH=str(hosts.ssh(tmp_path)),
@@ -183,7 +182,7 @@ def test_the_end_of_the_launching_script_stops_all_hosts_gracefully(
     until(lambda: newest_step(tmp_path / "run") > 0, "a checkpoint", deadline=120)
     launcher.send_signal(end)
     assert launcher.wait(120) == (0 if end == signal.SIGTERM else -signal.SIGKILL)
-    until(lambda: not any(map(hosts.processes, range(4))), "all processes have ended", deadline=120)
+    until(lambda: not any(map(hosts.processes, range(2))), "all processes have ended", deadline=120)
     assert (tmp_path / "run" / "stopped").exists(), (tmp_path / "launcher.log").read_text()
 
 
@@ -193,18 +192,16 @@ def test_a_host_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     def wait_for(text: str) -> None:
         until(lambda: text in job.log(0).read_text(), text, deadline=120, report=job.told)
 
-    job = Job(hosts, tmp_path, *LONG, nnodes="2:4")
-    job.until_it_trains(4)
+    job = Job(hosts, tmp_path, *LONG, count=3, min_nodes=2)
+    job.until_it_trains(3)
     hosts.cut(2)
-    wait_for("3 ranks went on")
+    wait_for("2 ranks went on")
     hosts.power_on(2)
     job.nodes[2] = job.start(2)
-    wait_for("4 ranks went on")
+    wait_for("3 ranks went on")
     job.nodes[1].send_signal(signal.SIGTERM)
     job.finish()
-    epochs = read_summary(job.run_dir)["steps"] // 8 + 2
-    Job(hosts, tmp_path, *LONG, f"epochs={epochs}", nnodes="2:4").finish()
-    assert read_summary(job.run_dir)["steps"] == 8 * epochs
+    assert (job.run_dir / "stopped").exists()
     assert not any(find_damage(job.run_dir).values())
 
 

@@ -6,7 +6,7 @@ import pytest
 from processes import PACING, launch
 from runs import assert_bitwise, read_summary, trained_state
 
-from cluster.jobs import LONG, Jobs
+from cluster.jobs import Jobs
 from cluster.slurm import until
 from cluster.test_lost_nodes import WORDS, paced
 from ddp_trainer.tools.verify import find_damage
@@ -19,7 +19,7 @@ def test_the_loss_of_a_node_loses_nothing(
     jobs: Jobs, undisturbed: dict[str, Any], number: int
 ) -> None:
     """Node 0 runs the batch script and rank 0's store, node 1 only its rank."""
-    job = jobs.submit(*LONG, "name=run")
+    job = jobs.submit_long()
     jobs.until_it_trains(job, "run")
     node = jobs.slurm.run(
         "scontrol", "show", "hostnames", jobs.slurm.show(job)[0]["NodeList"]
@@ -37,7 +37,7 @@ def test_the_loss_of_a_node_loses_nothing(
 
 @pytest.mark.fault("a node of a SLURM job with --no-kill is lost and comes back")
 def test_a_job_goes_on_without_a_node_and_takes_it_in_again(jobs: Jobs) -> None:
-    words = (*WORDS, "epochs=20")
+    words = (*WORDS, "epochs=8")
     done = launch(*words, f"output_dir={jobs.folder}", "name=whole", deadline=300)
     assert done.code == 0, done.output
     slurm = jobs.slurm
@@ -56,7 +56,7 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(jobs: Jobs) -> None:
             lambda: text in slurm.output(job), text, deadline=180, report=lambda: slurm.output(job)
         )
 
-    news("epoch 1/20")
+    news("epoch 1/8")
     is_slow.touch()
     node = slurm.run("scontrol", "show", "hostnames", slurm.show(job)[0]["NodeList"]).split()[1]
     slurm.kill_node(node)

@@ -17,24 +17,23 @@ from ddp_trainer.tools.verify import find_damage
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_a_run_stopped_gracefully_three_times_ends_as_an_undisturbed_one(
+def test_a_run_stopped_gracefully_twice_ends_as_an_undisturbed_one(
     jobs: Jobs, undisturbed: dict[str, Any]
 ) -> None:
-    job = jobs.submit(*LONG, "name=run", "resume=never")
+    job = jobs.submit_long("resume=never")
     # preempts
     stops: list[Callable[[], object]] = [
         lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
         lambda: jobs.slurm.submit(
             "--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname"
         ),
-        lambda: jobs.slurm.run("scancel", "--signal=USR2", "--batch", str(job)),
     ]
     for number, stop in enumerate(stops, 1):
         jobs.until_it_trains(job, "run")
         stop()
         jobs.until_it_waits(job, restarts=number)
     output = jobs.finish(job)
-    assert output.count("stopped gracefully: requeueing job") == 3
+    assert output.count("stopped gracefully: requeueing job") == 2
     assert not (jobs.folder / "run" / "stopped").exists()
     assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
     assert not any(find_damage(jobs.folder / "run").values())
@@ -45,7 +44,7 @@ def test_a_job_that_preemption_cancels_says_how_to_go_on(
 ) -> None:
     """PreemptMode=CANCEL: SLURM gives the job its grace time, and does not requeue it."""
     options = ("--nodes=2", "--partition=brief")
-    job = jobs.submit(*LONG, "name=run", options=options)
+    job = jobs.submit_long(options=options)
     jobs.until_it_trains(job, "run")
     jobs.slurm.submit("--nodes=4", "--exclusive", "--partition=urgent", "--wrap", "hostname")
     state = jobs.slurm.wait(job)
@@ -54,7 +53,11 @@ def test_a_job_that_preemption_cancels_says_how_to_go_on(
     [command] = re.findall("to continue, with the same options of sbatch: sbatch (.*)", output)
     assert (jobs.folder / "run/stopped").exists()
     again = jobs.slurm.submit(
-        *options[1:], *shlex.split(command), cwd=jobs.folder, DDP_TRAINER_PYTHON=sys.executable
+        *options[1:],
+        *shlex.split(command),
+        cwd=jobs.folder,
+        DDP_TRAINER_PYTHON=sys.executable,
+        **PACING,
     )
     jobs.submitted.append(again)
     jobs.finish(again)
@@ -63,7 +66,7 @@ def test_a_job_that_preemption_cancels_says_how_to_go_on(
 
 def test_a_suspended_job_goes_on(jobs: Jobs, undisturbed: dict[str, Any]) -> None:
     """PreemptMode=SUSPEND does what scontrol suspend does; here for longer than timeout_seconds."""
-    job = jobs.submit(*LONG, "name=run", "timeout_seconds=20")
+    job = jobs.submit_long("timeout_seconds=20")
     jobs.until_it_trains(job, "run")
     jobs.slurm.run("scontrol", "suspend", str(job))
     time.sleep(25)
@@ -72,14 +75,16 @@ def test_a_suspended_job_goes_on(jobs: Jobs, undisturbed: dict[str, Any]) -> Non
     assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
 
 
-@pytest.mark.parametrize("min_nodes", ["", "1"])
-def test_the_time_limit_requeues_and_scancel_does_not(min_nodes: str, jobs: Jobs) -> None:
+@pytest.mark.parametrize(("nodes", "min_nodes"), [(1, ""), (2, "1")])
+def test_the_time_limit_requeues_and_scancel_does_not(
+    nodes: int, min_nodes: str, jobs: Jobs
+) -> None:
     job = jobs.submit(
         *LONG,
         "epochs=100000",
         PACE,
         "name=run",
-        options=("--nodes=2", "--time=1", "--signal=B:USR2@10", "--no-kill"),
+        options=(f"--nodes={nodes}", "--time=1", "--signal=B:USR2@10", "--no-kill"),
         DDP_TRAINER_MIN_NODES=min_nodes,
         **PACING,
     )

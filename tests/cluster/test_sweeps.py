@@ -21,7 +21,7 @@ ON_SLURM = ("--multirun", "hydra/launcher=slurm", "hydra.launcher.poll_seconds=0
 def test_each_job_is_an_sbatch_with_the_result_of_a_plain_torchrun(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    sweep = (*CHEAP, "seed=0,1", "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
+    sweep = (*CHEAP, "optimizer.lr=0.05,0.1", f"output_dir={tmp_path}")
     done = succeed(
         *ON_SLURM,
         "hydra.launcher.nodes=2",
@@ -34,8 +34,8 @@ def test_each_job_is_an_sbatch_with_the_result_of_a_plain_torchrun(
     )
     succeed("--multirun", *sweep, "name=plain", ranks=2, deadline=300)
     assert_same_sweeps(tmp_path)
-    assert done.output.count(": SLURM job ") == 4
-    assert done.output.count(": done") == 4
+    assert done.output.count(": SLURM job ") == 2
+    assert done.output.count(": done") == 2
 
 
 def test_ctrl_c_leaves_the_jobs_to_slurm_and_the_same_command_waits(
@@ -102,7 +102,7 @@ def test_optuna_sweeps_over_jobs_with_a_torchrun_each(tmp_path: Path) -> None:
     succeed(
         "--multirun",
         "hydra/launcher=torchrun",
-        "hydra.launcher.nproc_per_node=2",
+        "hydra.launcher.nproc_per_node=1",
         "hydra.launcher.max_parallel=2",
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=4",
@@ -127,7 +127,7 @@ def test_optuna_sweeps_over_jobs_with_a_torchrun_each(tmp_path: Path) -> None:
         )
         for run_dir in run_dirs(tmp_path / "tuned").values()
     }
-    assert [summary["world_size"] for summary in summaries.values()] == [2] * 4
+    assert [summary["world_size"] for summary in summaries.values()] == [1] * 4
     top1 = {lr: summary["best_top1"] for lr, summary in summaries.items()}
     with sqlite3.connect(tmp_path / "study.db") as study:
         trials = study.execute(

@@ -14,6 +14,7 @@ from processes import (
     processes_with,
     run_command,
     start_command,
+    start_launch,
     wait_for,
     with_path,
 )
@@ -106,17 +107,18 @@ def test_an_error_in_a_rank_is_raised_by_launch(job: str, tmp_path: Path) -> Non
 
 def test_an_interrupted_launch_is_saved_and_goes_on(job: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "outputs" / "run"
-    process = start_command(
-        [sys.executable, job, "long", "0"], cwd=tmp_path, PYTHONPATH=with_path(TESTS)
-    )
+    printed = tmp_path / "printed"
+    printed.touch()
+    process = start_launch([job, "long", "0"], ranks=None, cwd=tmp_path, output=str(printed))
     try:
         wait_for(lambda: newest_step(run_dir))
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
     finally:
         end_with_descendants(process)
     step = newest_step(run_dir)
-    assert process.returncode == 0, output
+    output = printed.read_text()
+    assert process.exitcode == 0, output
     assert output.endswith(f"summary stopped {step}\n")
     assert read_summary(run_dir)["status"] == "stopped"
 
