@@ -9,11 +9,10 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from ddp_trainer import Observer, ObserverConfig, register_observer
+from ddp_trainer import ObserverConfig, register_observer
 from ddp_trainer.config.errors import NAMED, config_class, setting
-from ddp_trainer.training.phase import Phase
-from ddp_trainer.training.run import TrainingRun
 
 
 @config_class
@@ -31,39 +30,44 @@ SECONDS = 0.1
 """The time that a step takes at least as long as a kill is due."""
 
 
-class Kills(Observer):
-    def __init__(self, config: KillsConfig) -> None:
-        self.folder = Path(config.folder)
-        words = [word.split(":") for word in config.plan.split()]
-        self.steps = {":".join(word): int(word[2]) for word in words}
-        self.plan = [
-            (":".join(word), phase, int(step), float(delay) / 1000)
-            for word in words
-            for slot, phase, step, delay in [word]
-            if slot == os.environ.get("RANK")
-        ]
+@register_observer("kills", KillsConfig)
+def build_kills(config: KillsConfig) -> Any:
+    # here, because it imports torch, which most processes of a launch do not need
+    from ddp_trainer import Observer, TrainingRun
+    from ddp_trainer.training.phase import Phase
 
-    def on_phase(self, run: TrainingRun, phase: Phase) -> None:
-        for word, name, step, delay in self.plan:
-            if name == phase.name and run.step >= step and self.is_first(word):
-                threading.Thread(target=end_after, args=[delay], daemon=True).start()
+    class Kills(Observer):
+        def __init__(self) -> None:
+            self.folder = Path(config.folder)
+            words = [word.split(":") for word in config.plan.split()]
+            self.steps = {":".join(word): int(word[2]) for word in words}
+            self.plan = [
+                (":".join(word), phase, int(step), float(delay) / 1000)
+                for word in words
+                for slot, phase, step, delay in [word]
+                if slot == os.environ.get("RANK")
+            ]
 
-    def on_step(self, run: TrainingRun) -> None:
-        due = [word for word, step in self.steps.items() if step <= run.step]
-        if not all((self.folder / word).exists() for word in due):
-            time.sleep(SECONDS)
+        def on_phase(self, run: TrainingRun, phase: Phase) -> None:
+            for word, name, step, delay in self.plan:
+                if name == phase.name and run.step >= step and self.is_first(word):
+                    threading.Thread(target=end_after, args=[delay], daemon=True).start()
 
-    def is_first(self, word: str) -> bool:
-        try:
-            (self.folder / word).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+        def on_step(self, run: TrainingRun) -> None:
+            due = [word for word, step in self.steps.items() if step <= run.step]
+            if not all((self.folder / word).exists() for word in due):
+                time.sleep(SECONDS)
+
+        def is_first(self, word: str) -> bool:
+            try:
+                (self.folder / word).touch(exist_ok=False)
+            except FileExistsError:
+                return False
+            return True
+
+    return Kills()
 
 
 def end_after(seconds: float) -> None:
     time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-register_observer("kills", KillsConfig, Kills)

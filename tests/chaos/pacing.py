@@ -4,10 +4,10 @@ not over before a test has seen the event it waits for.
 
 import time
 from pathlib import Path
+from typing import Any
 
-from ddp_trainer import Observer, ObserverConfig, register_observer
+from ddp_trainer import ObserverConfig, register_observer
 from ddp_trainer.config.errors import NAMED, config_class, setting
-from ddp_trainer.training.run import TrainingRun
 
 SECONDS = 0.1
 """The time that a step takes at least."""
@@ -20,13 +20,16 @@ class PaceConfig(ObserverConfig):
     """The training is slow as long as this file exists; without a name it is always slow."""
 
 
-class Pace(Observer):
-    def __init__(self, config: PaceConfig) -> None:
-        self.file = Path(config.file or "/")
+@register_observer("pace", PaceConfig)
+def build_pace(config: PaceConfig) -> Any:
+    # here, because it imports torch, which most processes of a launch do not need
+    from ddp_trainer import Observer, TrainingRun
 
-    def on_step(self, run: TrainingRun) -> None:
-        if self.file.exists():
-            time.sleep(SECONDS)
+    class Pace(Observer):
+        file = Path(config.file or "/")
 
+        def on_step(self, run: TrainingRun) -> None:
+            if self.file.exists():
+                time.sleep(SECONDS)
 
-register_observer("pace", PaceConfig, Pace)
+    return Pace()

@@ -1,6 +1,6 @@
 """Runs with shards that are killed, and resumed on another number of ranks, again and again.
 
-With TRIALS=full it takes half an hour, has every number of ranks from 1 to 6, and ResNet-18 as well.
+With TRIALS=full it takes half an hour, and has all numbers of ranks from 1 to 6 and ResNet-18.
 """
 
 import random

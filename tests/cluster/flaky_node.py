@@ -3,22 +3,27 @@ on.
 """
 
 import os
-
-from torch import Tensor, nn
-
-from ddp_trainer.training.step import TrainStep
-
-take_step = TrainStep.__call__
+from typing import Any
 
 
-def flaky_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
-    if self.count == 5:
-        weight = next(
-            module.weight for module in self.model.modules() if isinstance(module, nn.Linear)
-        )
-        weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
-    return take_step(self, images, labels)
+def make_flaky() -> None:
+    # here, because they import torch, which most processes of a job do not need
+    from torch import nn
+
+    from ddp_trainer.training.step import TrainStep
+
+    take_step = TrainStep.__call__
+
+    def flaky_step(self: TrainStep, *batch: Any) -> Any:
+        if self.count == 5:
+            weight = next(
+                module.weight for module in self.model.modules() if isinstance(module, nn.Linear)
+            )
+            weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        return take_step(self, *batch)
+
+    TrainStep.__call__ = flaky_step  # type: ignore[method-assign]
 
 
 if os.environ.get("SLURMD_NODENAME") == os.environ["FLAKY_NODE"]:
-    TrainStep.__call__ = flaky_step
+    make_flaky()
