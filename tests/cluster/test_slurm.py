@@ -31,9 +31,9 @@ def test_ranks_follow_from_what_the_job_asked_for(jobs: Jobs) -> None:
     asked: dict[str, tuple[tuple[str, ...], dict[str, str], int]] = {
         "gpus": (("--nodes=2", "--gpus-per-node=2"), {}, 4),
         "gpus-by-task": (("--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1"), {}, 2),
-        "tasks": (("--nodes=1", "--ntasks-per-node=3"), {}, 3),
+        "tasks": (("--nodes=1", "--ntasks-per-node=2"), {}, 2),
         "cpus": (("--nodes=1", "--cpus-per-task=2"), {}, 1),
-        "variable": (("--nodes=1", "--gpus-per-node=1"), {"DDP_TRAINER_RANKS_PER_NODE": "2"}, 2),
+        "variable": (("--nodes=1", "--gpus-per-node=2"), {"DDP_TRAINER_RANKS_PER_NODE": "1"}, 1),
     }
     started = [
         jobs.submit(*TINY, f"name={name}", options=options, **extra)
