@@ -12,29 +12,27 @@ RUN command -v python3 >/dev/null \
     && python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "BASE has a Python below 3.11: choose another")'
 
 
-FROM base AS build
+FROM base AS pip
 WORKDIR /src
-# pip has an environment of its own, so that the one that is copied below does not contain it.
+# pip has an environment of its own. The last stage borrows it, and so contains neither pip nor a copy of what is there.
 RUN python3 -c 'import ensurepip' 2>/dev/null \
     || { apt-get update && apt-get install --yes --no-install-recommends python3-venv; } \
-    && python3 -m venv /opt/pip \
-    && python3 -m venv --without-pip /opt/venv
-
+    && python3 -m venv /opt/pip
 # The package indexes of pip: build arguments, or the secret pip.conf. Neither is in the last stage.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-ENV PIP_CONSTRAINT=/src/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-
-# The dependencies first, so that a change of the code does not install torch again.
+RUN printf '[global]\n%s\n%s\n' "${PIP_INDEX_URL:+index-url = $PIP_INDEX_URL}" \
+        "${PIP_EXTRA_INDEX_URL:+extra-index-url = $PIP_EXTRA_INDEX_URL}" >/opt/pip/pip.conf
 COPY pyproject.toml constraints.txt ./
-RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-        >requirements.txt \
-    && /opt/pip/bin/pip --python /opt/venv/bin/python install --requirement requirements.txt
+RUN python3 -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+        >requirements.txt
 
+
+FROM pip AS wheel
 COPY . .
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    /opt/pip/bin/pip --python /opt/venv/bin/python install --no-deps .
+    PIP_CONFIG_FILE=/opt/pip/pip.conf PIP_CONSTRAINT=constraints.txt \
+    /opt/pip/bin/pip wheel --disable-pip-version-check --no-deps --wheel-dir /wheel .
 
 
 FROM base
@@ -42,7 +40,14 @@ LABEL org.opencontainers.image.title="ddp_trainer" org.opencontainers.image.lice
 # Every user may write there, because docker run --user may name a user that the image does not have.
 RUN useradd --create-home --uid 10001 trainer \
     && install --directory --mode=1777 /work/outputs /work/data
-COPY --from=build /opt/venv /opt/venv
+# The dependencies first, so that a change of the code does not install torch again.
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip --mount=type=bind,from=pip,source=/src,target=/src \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    python3 -m venv --without-pip /opt/venv \
+    && PIP_CONFIG_FILE=/opt/pip/pip.conf /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir \
+        --disable-pip-version-check --constraint /src/constraints.txt --requirement /src/requirements.txt
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --disable-pip-version-check --no-deps /wheel/*.whl
 
 # TORCH_HOME is the folder to which Fashion-MNIST is downloaded. Without OMP_NUM_THREADS torchrun prints a warning; the
 # threads of a rank are set by num_threads=.
