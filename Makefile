@@ -21,7 +21,8 @@ test: .venv/installed  ## the tests, with real processes
 		--ignore=tests/chaos --ignore=tests/cluster $(PYTEST_OPTIONS)
 
 chaos: .venv/installed  ## kill ranks and jobs, damage files, fill the disk; TRIALS=full: each fault as often as the docs say
-	$(BIN)/pytest -n 4 -m "chaos and not cluster" --ignore=tests/cluster $(PYTEST_OPTIONS)
+	$(BIN)/pytest -n 4 -m "chaos and not cluster" $(PYTEST_OPTIONS) \
+		tests/chaos $$(grep -rl --include="test_*.py" --exclude-dir=cluster --exclude-dir=chaos "mark\.fault\|mark\.chaos" tests)
 
 stress: .venv/installed  ## the tests and the chaos beside two processes that keep the cores busy
 	@trap 'kill $$busy' EXIT INT TERM; for _ in 1 2; do yes > /dev/null & busy="$$busy $$!"; done; \

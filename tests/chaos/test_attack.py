@@ -84,24 +84,26 @@ def call_with_timeout(function: Callable[[], int], timeout: float) -> int:
     return future.result(timeout)
 
 
-def overwrite(port: int, value: str, *, everything: bool) -> int:
-    """Write `value` to the keys of elastic rendezvous in a store, or to all keys; return how many
-    there are.
+def overwrite(port: int, pickled: bytes, *, everything: bool) -> int:
+    """Write `pickled` to the keys of elastic rendezvous in a store, as torchrun reads them, else to
+    all keys; return how many there are.
     """
     store = TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=timedelta(seconds=1))
     keys = store.list_keys()
-    chosen = [key for key in keys if re.fullmatch(r"torch\.rendezvous\.[^/]*", key)] or (
-        keys if everything else []
-    )
-    for key in chosen:
-        store.set(key, value)
-    return len(chosen)
+    states = [key for key in keys if re.fullmatch(r"torch\.rendezvous\.[^/]*", key)]
+    for key in states:
+        store.set(key, base64.b64encode(pickled).decode())
+    if states or not everything:
+        return len(states)
+    for key in keys:
+        store.set(key, pickled.decode("latin-1"))
+    return len(keys)
 
 
-def overwritten(port: int, *, value: str, everything: bool) -> int:
+def overwritten(port: int, *, pickled: bytes, everything: bool) -> int:
     """Return the result of `overwrite`; 0 if there is no store, or one that ends with its job."""
     with suppress(TimeoutError, DistError, RuntimeError, ValueError):
-        return call_with_timeout(partial(overwrite, port, value, everything=everything), 2)
+        return call_with_timeout(partial(overwrite, port, pickled, everything=everything), 2)
     return 0
 
 
@@ -115,14 +117,13 @@ def attack(tmp_path: Path, marker: Path, *, has_store: bool, seconds: float) -> 
     while time.monotonic() < end and not marker.exists():
         # The rest breaks a job, which then reads nothing more: not before it has run for some time.
         is_late = time.monotonic() > end - seconds / 2
-        value = (base64.b64encode(pickled) if count % 2 == 0 else pickled).decode("latin-1")
         ports = set(listening_ports(tmp_path))
         if ports and has_store:
             end = time.monotonic() + seconds
             has_store = False
         # At once, because a port of gloo, which is no store, takes two seconds.
         with ThreadPoolExecutor(max(1, len(ports))) as pool:
-            count += sum(pool.map(partial(overwritten, value=value, everything=is_late), ports))
+            count += sum(pool.map(partial(overwritten, pickled=pickled, everything=is_late), ports))
         time.sleep(0.2)
     return count
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import trials
+from conftest import IS_FULL, trials
 from processes import start_launch, wait_for
 from runs import (
     TINY,
@@ -46,7 +46,7 @@ def assert_undisturbed(run_dir: Path, *, ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.fault("SIGKILL of a random rank under --max-restarts", times=KILLS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3] if IS_FULL else [3])
 @pytest.mark.timeout(600)
 def test_random_ranks_killed_at_random_moments_under_max_restarts(
     ranks: int, tmp_path: Path
@@ -78,7 +78,7 @@ def test_random_ranks_killed_at_random_moments_under_max_restarts(
 
 
 @pytest.mark.fault("SIGKILL of a whole job at a random moment", times=KILLS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3] if IS_FULL else [3])
 @pytest.mark.timeout(600)
 def test_the_whole_job_killed_at_random_moments(ranks: int, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

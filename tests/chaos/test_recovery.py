@@ -127,7 +127,7 @@ def plan_of(seed: int, number: int) -> str:
 def test_killed_ranks_do_not_change_a_bit(seed: int, tmp_path: Path) -> None:
     done = tmp_path / "done"
     done.mkdir()
-    words = (*SHARDS, "epochs=10")
+    words = (*SHARDS, "epochs=7")
     launched = launch(*words, f"output_dir={tmp_path}", "name=whole")
     assert launched.code == 0, launched.output
     kills = (

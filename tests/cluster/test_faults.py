@@ -241,9 +241,7 @@ def test_nccl_is_asked_for_without_a_gpu(launch: Launch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "code"), [("backend=auto", 2), ("backend=gloo", 0), ("device=cpu", 0)]
-)
+@pytest.mark.parametrize(("setting", "code"), [("backend=auto", 2), ("device=cpu", 0)])
 def test_shared_memory_is_too_small_for_nccl_but_not_for_gloo(
     setting: str, code: int, launch: Launch
 ) -> None:

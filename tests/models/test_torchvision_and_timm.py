@@ -24,7 +24,7 @@ from ddp_trainer.models.weights import load_state
 
 TORCHVISION = models.list_models(module=models)
 SMALL = {
-    "torchvision": ["shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0"],
+    "torchvision": ["squeezenet1_1", "efficientnet_b0"],
     "timm": ["vit_tiny_patch16_224", "convnext_atto"],
 }
 """A few of each library that are small; among them dropout, stochastic depth and layers without
