@@ -14,6 +14,7 @@ import time
 from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -60,14 +61,18 @@ class Gate:
     def __init__(self, max_seconds: float) -> None:
         self.deadline = time.monotonic() + max_seconds
 
-    def run(self) -> int:
-        """Run all stages, print the list, and return the exit code."""
+    def run(self, installation: Future[None]) -> int:
+        """Run all stages, print the list, and return the exit code.
+
+        The tests wait until the `installation` of what they need is complete.
+        """
         RESULTS.mkdir(parents=True, exist_ok=True)
         stages = []
         for target in ("check", *TEST_STAGES):
             print(f"--- {target}", flush=True)
             start = time.monotonic()
             stage = self.run_check() if target == "check" else self.run_tests(target)
+            installation.result()
             stage.seconds = time.monotonic() - start
             stages.append(stage)
         print("--- result")
@@ -230,6 +235,8 @@ def summary(stages: list[Stage]) -> Iterator[str]:
 
 def install(packages: list[str]) -> None:
     """Install the Debian packages that are missing."""
+    if not packages:
+        return
     start = time.monotonic()
     query = ["dpkg-query", "--show", "--showformat=${Package} ${db:Status-Status}\\n"]
     done = subprocess.run([*query, *packages], capture_output=True, text=True, check=False)
@@ -243,7 +250,8 @@ def install(packages: list[str]) -> None:
     for command in commands if missing else []:
         if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
             sys.exit(f"error: {' '.join(command)} failed, see above")
-    print(f"--- Debian packages: {time.monotonic() - start:.0f} s", flush=True)
+    if missing:
+        print(f"--- {len(missing)} Debian packages: {time.monotonic() - start:.0f} s", flush=True)
 
 
 def main() -> int:
@@ -251,14 +259,14 @@ def main() -> int:
     parser = ArgumentParser()
     parser.add_argument("--record", type=Path, required=True, help="what one run tells the next")
     parser.add_argument("--max-seconds", type=float, required=True)
-    parser.add_argument("packages", nargs="*")
+    parser.add_argument("--for-check", nargs="*", default=[], help="Debian packages")
+    parser.add_argument("--for-tests", nargs="*", default=[], help="installed beside the check")
     arguments = parser.parse_args()
     gate = Gate(arguments.max_seconds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that make and pytest end as well
-    with sole_run(arguments.record):
-        if arguments.packages:
-            install(arguments.packages)
-        return gate.run()
+    with sole_run(arguments.record), ThreadPoolExecutor() as pool:
+        install(arguments.for_check)
+        return gate.run(pool.submit(install, arguments.for_tests))
 
 
 if __name__ == "__main__":

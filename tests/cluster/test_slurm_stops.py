@@ -34,6 +34,7 @@ def test_a_run_stopped_gracefully_twice_ends_as_an_undisturbed_one(
         jobs.until_it_waits(job, restarts=number)
     output = jobs.finish(job)
     assert output.count("stopped gracefully: requeueing job") == 2
+    assert output.count("resumed from") == 2  # a run that began anew would end the same
     assert not (jobs.folder / "run" / "stopped").exists()
     assert_bitwise(trained_state(jobs.folder / "run"), undisturbed)
     assert not any(find_damage(jobs.folder / "run").values())
