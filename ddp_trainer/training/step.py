@@ -109,8 +109,8 @@ class TrainStep:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last step."""
-        return self.optimizer.param_groups[0]["lr"]
+        """The learning rate of the last step, also if another launch has taken it."""
+        return self.optimizer.param_groups[0]["initial_lr"] * self.lr_factor(max(0, self.count - 1))
 
     @property
     def models(self) -> nn.ModuleList:

@@ -29,6 +29,7 @@ JOB = (*TINY, "data.num_train=960", "recovery.min_ranks=1")
 SHARDS = (*JOB, "shards=6")
 STEPS = 80
 """The number of steps of an epoch."""
+LOG_EVERY = 20
 EPOCHS = 4
 
 pytestmark = pytest.mark.timeout(600)
@@ -117,7 +118,12 @@ def plan_of(seed: int, number: int) -> str:
     for kill in range(number):
         slot = 0 if kill in (0, 2) else chance.randrange(RANKS)  # rank 0 writes the files
         step = chance.randrange(STEPS * 5)
-        words.append(f"{slot}:{places[kill % len(places)]}:{step}:{chance.uniform(0, 8):.1f}")
+        delay = chance.uniform(0, 8)
+        place = places[kill % len(places)]
+        if place == "control_point":  # before the others log
+            step += -step % LOG_EVERY
+            delay = 0
+        words.append(f"{slot}:{place}:{step}:{delay:.1f}")
     together = chance.randrange(STEPS * 5)
     return " ".join([*words, *(f"{slot}:backward:{together}:1" for slot in (1, 2))])
 
