@@ -1,4 +1,7 @@
-"""Fixtures of all tests; the rule of CI for skipped tests; the table of faults."""
+"""Fixtures of all tests; the rule of CI for skipped tests; the table of faults.
+
+No import of torch: the process that distributes the tests to workers imports this file, too.
+"""
 
 import os
 import signal
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import train_on
 
 from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.distributed.environment import plugin_modules
@@ -46,6 +48,8 @@ def train_in(tmp_path: Path) -> Callable[..., Path]:
     directory.
     """
 
+    from runs import train_on
+
     def go(name: str, *overrides: str, ranks: int = 1, deadline: float = 60) -> Path:
         train_on(ranks, f"output_dir={tmp_path}", f"name={name}", *overrides, deadline=deadline)
         return tmp_path / name
@@ -58,6 +62,8 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train twenty steps on handwritten digits; return the run directory, which tests leave as it
     is.
     """
+    from runs import train_on
+
     folder = tmp_path_factory.mktemp("digits")
     train_on(
         2,

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from processes import Finished, launch, succeed
 from runs import TINY, train_all
-from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 from ddp_trainer.config.images import DataConfig
@@ -27,6 +26,12 @@ from ddp_trainer.data.held_out import hold_out
 from ddp_trainer.tools.inspect.findings import find
 from ddp_trainer.tools.inspect.labels import confident_errors
 from ddp_trainer.tools.inspect.scan import scan
+
+
+def handwritten_digits() -> Any:
+    from sklearn.datasets import load_digits  # here: each worker of pytest imports this file
+
+    return load_digits()
 
 
 def picture(seed: int) -> Image.Image:
@@ -237,7 +242,7 @@ def test_groups_of_a_data_set_of_your_own_are_compared() -> None:
 
 def test_images_in_memory_are_compared_too() -> None:
     """All of 1,797 digits: the two that are equal are found in the pixels themselves."""
-    digits: Any = load_digits()
+    digits = handwritten_digits()
     images = torch.from_numpy(digits.images * 15).to(torch.uint8)[:, None]
     images = torch.cat([images, images[[5, 900]]])
     labels = torch.zeros(len(images), dtype=torch.long)
@@ -280,7 +285,7 @@ def test_confident_errors_are_those_of_the_published_rule(seed: int, c: int, n: 
 
 
 def test_wrong_labels_are_found_with_the_runs_of_a_cross_validation(tmp_path: Path) -> None:
-    digits: Any = load_digits()
+    digits = handwritten_digits()
     names = random.Random(0)
     wrong = set(names.sample(range(len(digits.images)), 36))
     with open(tmp_path / "labels.csv", "w", newline="") as file:

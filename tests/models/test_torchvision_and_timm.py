@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from processes import launch
 from runs import TINY, assert_bitwise, newest_checkpoint, train_all, train_on, trained_state
@@ -171,6 +170,8 @@ def test_a_state_needs_no_versions_of_its_modules() -> None:
 
 
 def test_a_model_of_timm_is_timms() -> None:
+    import timm  # here, because each worker of pytest imports this file
+
     ours = build("timm", "resnet10t")
     theirs = timm.create_model("resnet10t", num_classes=7)
     theirs.load_state_dict(ours.state_dict())

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as theirs
 
 from ddp_trainer.config.metrics import (
     AUROCConfig,
@@ -43,6 +42,8 @@ def ours(build: Any, config: Any, number: int) -> float:
 
 @pytest.mark.parametrize("block", range(10))
 def test_scores_are_those_of_scikit_learn(block: int) -> None:
+    from sklearn import metrics as theirs  # here, because each worker of pytest imports this file
+
     for number in range(block, CASES, 10):
         probabilities, labels = case(number)
         predictions = torch.from_numpy(probabilities).argmax(1).numpy()
