@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: few tags at the top level, and the keys that were changed."""
+"""TensorBoard shows few tags of a run at the top level, and the keys that were changed."""
 
 from pathlib import Path
 from typing import Any
