@@ -1,14 +1,19 @@
-"""Imported last by the process from which ranks are forked, to make each rank cheaper."""
+"""Imported by the process from which ranks are forked, to make each rank cheaper."""
 
 import gc
 import sys
+
+gc.disable()  # it would look again and again at what is imported
 
 sys.modules["wandb"] = None  # type: ignore[assignment]  # which timm would import
 import timm  # noqa: E402, F401
 
 del sys.modules["wandb"]
 
+import runs  # noqa: E402, F401
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch.utils.tensorboard  # noqa: E402
 
 from ddp_trainer.observers import utilization  # noqa: E402
 from ddp_trainer.timing import median_seconds  # noqa: E402
@@ -24,4 +29,5 @@ def measure_small(device: torch.device, dtype: torch.dtype) -> float:
 
 
 utilization.measure_matmul = measure_small
+gc.enable()
 gc.freeze()  # so that collections in ranks skip what was imported, as in the command line

@@ -3,6 +3,7 @@
 No import of torch: the process that distributes the tests to workers imports this file, too.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -15,6 +16,15 @@ import pytest
 
 from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.distributed.environment import plugin_modules
+
+gc.disable()  # until the tests are collected, because it would take half of that time
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Let garbage collection skip what was imported to collect the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure() -> None:

@@ -287,13 +287,7 @@ def forkserver() -> Any:
     torch.
     """
     context = multiprocessing.get_context("forkserver")
-    modules = [
-        "ddp_trainer.training_run",
-        "torch._dynamo",
-        "torch.utils.tensorboard",
-        "torchvision.models",
-    ]
-    context.set_forkserver_preload([*modules, "runs", "before_forks"])
+    context.set_forkserver_preload(["before_forks"])
     with pytest.MonkeyPatch.context() as patch:
         # Python 3.11 passes no sys.path
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)

@@ -16,23 +16,25 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousParameters,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.launcher import api as launcher_api
-from torch.distributed.run import main as torchrun
-
 from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.distributed.environment import starts_incomplete
 from ddp_trainer.distributed.membership import ended_key
 from ddp_trainer.launchers.network import JOB_KEY, address_of, listen
+from ddp_trainer.runtime import disable_gc
+
+with disable_gc():
+    from torch.distributed import DistError, TCPStore
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousInfo,
+        RendezvousParameters,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.launcher import api as launcher_api
+    from torch.distributed.run import main as torchrun
 
 QUIET = (
     "torch.distributed.elastic.multiprocessing.api",

@@ -1,6 +1,7 @@
 """Pictures of scores as PNG files: a confusion matrix, images with text below, and thumbnails."""
 
 import io
+import math
 import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,8 +12,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import make_grid
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -44,7 +43,8 @@ def png(image: Image.Image) -> bytes:
 
 def to_image(pixels: Tensor) -> Image.Image:
     """Return `pixels`, uint8 [C, H, W], as an RGB image; if C is not 1 or 3, channel 0 in gray."""
-    return to_pil_image(pixels if pixels.shape[0] in (1, 3) else pixels[:1]).convert("RGB")
+    rgb = pixels if pixels.shape[0] == 3 else pixels[:1].expand(3, -1, -1)
+    return Image.fromarray(rgb.movedim(0, -1).numpy(force=True))
 
 
 @cache
@@ -129,18 +129,21 @@ def captioned_png(images: Sequence[Tensor], captions: Sequence[Sequence[str]]) -
     """Return a PNG of `images`, uint8 [C, H, W], eight in a row, each above its lines of text."""
     font = load_font(TEXT_SIZE)
     height = TILE + 12 + LINE * max(map(len, captions))
-    tiles = []
-    for pixels, lines in zip(images, captions, strict=True):
-        tile = Image.new("RGB", (TILE + 8, height), WHITE)
+    width = TILE + 8
+    in_row = min(8, len(images))
+    sheet = Image.new("RGB", (width * in_row, height * math.ceil(len(images) / in_row)), WHITE)
+    draw = ImageDraw.Draw(sheet)
+    for number, (pixels, lines) in enumerate(zip(images, captions, strict=True)):
+        left = width * (number % in_row)
+        top = height * (number // in_row)
         image = to_image(pixels)
         is_small = max(image.size) <= TILE // 2
         smoothing = Image.Resampling.NEAREST if is_small else Image.Resampling.BILINEAR
-        tile.paste(ImageOps.contain(image, (TILE, TILE), smoothing), (4, 4))
-        for number, line in enumerate(lines):
-            place = (4, TILE + 6 + number * LINE)
-            ImageDraw.Draw(tile).text(place, fitting(line, font, TILE), BLACK, font)
-        tiles.append(pil_to_tensor(tile))
-    return png(to_image(make_grid(tiles, nrow=8, padding=0, pad_value=255)))
+        sheet.paste(ImageOps.contain(image, (TILE, TILE), smoothing), (left + 4, top + 4))
+        for line_number, line in enumerate(lines):
+            place = (left + 4, top + TILE + 6 + line_number * LINE)
+            draw.text(place, fitting(line, font, TILE), BLACK, font)
+    return png(sheet)
 
 
 def thumbnail_png(pixels: Tensor, *, side: int = 96) -> bytes:
