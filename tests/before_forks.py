@@ -14,6 +14,7 @@ import runs  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch.utils.tensorboard  # noqa: E402
+from hydra._internal.hydra import Hydra  # noqa: E402
 
 from ddp_trainer.observers import utilization  # noqa: E402
 from ddp_trainer.timing import median_seconds  # noqa: E402
@@ -29,5 +30,7 @@ def measure_small(device: torch.device, dtype: torch.dtype) -> float:
 
 
 utilization.measure_matmul = measure_small
+# Hydra composes each config once more for hydra.mode, and takes that from the flags if this fails.
+Hydra.get_mode = lambda *_, **__: None
 gc.enable()
 gc.freeze()  # so that collections in ranks skip what was imported, as in the command line

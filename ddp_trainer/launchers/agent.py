@@ -18,7 +18,6 @@ from typing import Any
 
 from ddp_trainer.config.errors import USER_ERROR
 from ddp_trainer.distributed.environment import starts_incomplete
-from ddp_trainer.distributed.membership import ended_key
 from ddp_trainer.launchers.network import JOB_KEY, address_of, listen
 from ddp_trainer.runtime import disable_gc
 
@@ -35,6 +34,8 @@ with disable_gc():
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.launcher import api as launcher_api
     from torch.distributed.run import main as torchrun
+
+    from ddp_trainer.distributed.membership import ended_key
 
 QUIET = (
     "torch.distributed.elastic.multiprocessing.api",
