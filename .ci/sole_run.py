@@ -109,17 +109,24 @@ def kill_all(folder: Path) -> int:
 
 
 def processes_of(folder: Path) -> Iterator[int]:
-    """Yield the processes with the folder in their environment, or with a directory in it.
+    """Yield the processes with the folder in their environment, or with a file or directory in it.
 
-    The second are those of a container build, which has an environment of its own.
+    A container build has an environment of its own, and slurmstepd overwrites that of its slurmd.
     """
     mark = f"{VARIABLE}={folder}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
-            directories = [Path(os.readlink(process / name)) for name in ("cwd", "root")]
-            is_inside = any(path.is_relative_to(folder) for path in directories)
+            links = [process / "cwd", process / "root", *(process / "fd").iterdir()]
+            is_inside = any(leads_into(folder, link) for link in links)
             if is_inside or mark in (process / "environ").read_bytes().split(b"\0"):
                 yield int(process.name)
+
+
+def leads_into(folder: Path, link: Path) -> bool:
+    """Return whether `link`, which may be gone meanwhile, leads to the folder or into it."""
+    with suppress(OSError):
+        return Path(os.readlink(link)).is_relative_to(folder)
+    return False
 
 
 def mounts_in(folder: Path) -> list[tuple[str, str]]:

@@ -66,9 +66,14 @@ def test_that_leaves_something_if_it_is_killed(tmp_path):
     (tmp_path / "a disk").mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path / "a disk"], check=True)
     subprocess.run(["ip", "netns", "add", Path(folder).name + "-host"], check=True)
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
-    subprocess.Popen(["env", "-i", "sleep", "600"], cwd=tmp_path, start_new_session=True)
-    Path("left.part").write_text(folder)
+    sleep = ["env", "-i", "sleep", "600"]
+    log = (tmp_path / "log").open("w")
+    left = [
+        subprocess.Popen(sleep[2:], start_new_session=True),
+        subprocess.Popen(sleep, cwd=tmp_path, start_new_session=True),
+        subprocess.Popen(sleep, cwd="/", stdout=log, start_new_session=True),
+    ]
+    Path("left.part").write_text(" ".join([folder, *(str(process.pid) for process in left)]))
     Path("left.part").rename("left")
     time.sleep(600)
 """
@@ -192,7 +197,8 @@ def test_a_gate_removes_what_one_that_was_killed_has_left(tmp_path: Path) -> Non
     options: Any = {"cwd": tmp_path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     first = start_command(command, **options)
     wait_for((tmp_path / "left").exists)
-    folder = Path((tmp_path / "left").read_text())
+    name, *pids = (tmp_path / "left").read_text().split()
+    folder = Path(name)
 
     second = run_command(command, **options)
     assert second.code == 1
@@ -206,6 +212,7 @@ def test_a_gate_removes_what_one_that_was_killed_has_left(tmp_path: Path) -> Non
     assert third.code == 0, third.output
     assert " processes, 1 mounts, 1 namespaces" in third.output
     assert not processes_with(f"GATE_FOLDER={folder}")
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert str(folder) not in Path("/proc/self/mounts").read_text()
     assert not Path(f"/run/netns/{folder.name}-host").exists()
     assert not folder.exists()
