@@ -7,6 +7,8 @@ UV := $(shell command -v uv)
 VENV := $(if $(UV),uv venv --quiet --allow-existing --python $(PYTHON) .venv,$(PYTHON) -m venv .venv)
 PIP := $(if $(UV),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --no-compile --disable-pip-version-check) \
 	--constraint constraints.txt
+# On all cores: pip uses one, and uv compiles nothing.
+COMPILE := @$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
 .PHONY: install train test chaos stress cluster cluster-parallel cluster-alone bench clean
 .PHONY: check check-format check-lint check-types check-shell
@@ -64,13 +66,15 @@ clean:  ## remove everything that make has created
 	$(VENV)
 	$(if $(TORCH),$(PIP) --index-url https://download.pytorch.org/whl/$(TORCH) torch torchvision)
 	$(PIP) --editable '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; pip uses one, and uv compiles nothing
+	$(COMPILE)
 	@touch $@
 
 .venv/installed-sweep: .venv/installed
 	$(PIP) --editable '.[sweep]'
+	$(COMPILE)
 	@touch $@
 
 .venv/installed-bench: .venv/installed
 	$(PIP) --editable '.[bench]'
+	$(COMPILE)
 	@touch $@

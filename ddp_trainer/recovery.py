@@ -6,7 +6,6 @@ again joins in the same way, but has no state of its own.
 """
 
 import gc
-import importlib
 import logging
 import sys
 import time
@@ -35,7 +34,6 @@ from ddp_trainer.distributed.membership import (
 from ddp_trainer.distributed.process_group import shutdown
 from ddp_trainer.distributed.world import RoundEndedError
 from ddp_trainer.observers.failures.monitor import FailureMonitor
-from ddp_trainer.runtime import disable_gc
 from ddp_trainer.training.run import Observer, Stage, TrainingRun
 from ddp_trainer.training.state import RunState
 from ddp_trainer.training.summary import Summary
@@ -261,8 +259,6 @@ def run_in_rounds(
         f" because torchrun ends all of its ranks, here {environment.torchrun_ranks}, when one is"
         " lost: start with ISOLATED=1 launch/local.sh, or with launch/multinode.sh",
     )
-    with disable_gc():
-        importlib.import_module("torch._dynamo")  # which DDP needs: before others wait for it
     gc.freeze()  # so that `shutdown` need not look at what is imported
     set_interface(environment)
     environment.record_start()

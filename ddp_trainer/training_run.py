@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which optimizers and DDP import, within the first step at the latest
 
 from ddp_trainer import registry
 from ddp_trainer.checkpoint.file import State
@@ -33,7 +34,6 @@ from ddp_trainer.observers.ranks import Ranks
 from ddp_trainer.observers.start_lines import log_changes, log_header
 from ddp_trainer.observers.step_times import StepTimer, StepTimes
 from ddp_trainer.recovery import Rounds, run_in_rounds
-from ddp_trainer.runtime import disable_gc
 from ddp_trainer.sharded_step import WeightsHash
 from ddp_trainer.start import Setup, set_up
 from ddp_trainer.training.control import ControlPoint
@@ -250,12 +250,8 @@ def build_run(
         check_state=check_state,
     )
     stack.callback(checkpoints.close)
-    # DDP imports torch's compiler, and garbage collection slows imports
-    with (
-        disable_gc(),
-        explain_full_memory(
-            batch_size=config.global_batch_size, num_parts=config.gradient_accumulation_steps
-        ),
+    with explain_full_memory(
+        batch_size=config.global_batch_size, num_parts=config.gradient_accumulation_steps
     ):
         step = setup.build_step()
     every_steps = config.check.every_steps

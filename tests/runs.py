@@ -81,6 +81,19 @@ def compose(*overrides: str) -> Config:
     return deepcopy(_compose(overrides, tuple(choices)))
 
 
+def world_of(rank: int = 0, world_size: int = 1, *, device: str = "cpu") -> World:
+    """Return the world of one rank, on one node, without a process group."""
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        device=torch.device(device),
+        backend="gloo" if device == "cpu" else "nccl",
+        num_threads=1,
+    )
+
+
 @contextmanager
 def in_process_group(config: Config = ON_CPU) -> Iterator[World]:
     """Join the process group of this process's ranks as `config` says, and leave it again."""

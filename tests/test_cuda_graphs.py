@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import compose
+from runs import compose, world_of
 
 from ddp_trainer import registry
 from ddp_trainer.config.errors import ConfigError
@@ -16,16 +16,8 @@ from ddp_trainer.data.loaders import Batch, Loaders, build_loaders
 from ddp_trainer.distributed.world import World
 from ddp_trainer.start import read_data
 
-CPU = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    device=torch.device("cpu"),
-    backend="gloo",
-    num_threads=1,
-)
-GPU = replace(CPU, device=torch.device("cuda", 0), backend="nccl")
+CPU = world_of()
+GPU = world_of(device="cuda:0")
 BATCH = 64
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import end_with_descendants, launch, on_ranks, start_launch, succeed, wait_for
-from runs import TINY, newest_step
+from runs import TINY, newest_step, world_of
 
 from ddp_trainer.checkpoint.store import CheckpointStore
 from ddp_trainer.config.errors import USER_ERROR, ConfigError
 from ddp_trainer.config.run_dirs import check_links
-from ddp_trainer.distributed.world import World
 from ddp_trainer.files import lock_file, replace_text
 
 SECRET = "a file of the user\n"
@@ -177,17 +175,6 @@ CALLS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.scandir
 """The audit events of calls that read or change folders."""
 
 
-ONE_RANK = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    device=torch.device("cpu"),
-    backend="gloo",
-    num_threads=1,
-)
-
-
 class Source:
     """Something with a state to save."""
 
@@ -223,7 +210,7 @@ def save_with_a_link_at_each_call(folder: Path) -> int:
                 (root / name / f"checkpoints/step-{step:08d}.pt").write_text(SECRET)
         (root / "link").symlink_to(root / "other")
         options = {"keep_last": 2, "keep_best": True, "check_state": lambda state: None}
-        store = CheckpointStore(root / "run/checkpoints", world=ONE_RANK, **options)
+        store = CheckpointStore(root / "run/checkpoints", world=world_of(), **options)
         calls = 0
         is_saving = True
         store.save(Source(), is_best=True)

@@ -86,8 +86,6 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
     environment = read_environment()
     config.check_world_size(environment.world_size)
     with disable_gc():  # after the checks, because torch takes seconds to import
-        import torch._dynamo  # noqa: F401, which each optimizer imports
-
         from ddp_trainer.distributed.process_group import process_group
         from ddp_trainer.training.summary import Status
         from ddp_trainer.training_run import run

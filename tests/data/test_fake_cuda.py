@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import world_of
 from test_loader import image_set
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
@@ -22,7 +23,6 @@ from ddp_trainer.data.augmentation import Augmentation
 from ddp_trainer.data.dataset import Datasets, ImageTensors
 from ddp_trainer.data.loaders import Batch, Loaders, build_loaders
 from ddp_trainer.data.readers import SampleReader
-from ddp_trainer.distributed.world import World
 
 CUDA = torch.device("cuda", 0)
 NUM_CLASSES = 10
@@ -73,15 +73,6 @@ class FilesInMemory(torch.utils.data.Dataset[Any]):
 
 
 def cuda_loaders(split: Any, options: dict[str, Any], *, rank: int, world_size: int) -> Loaders:
-    world = World(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        device=CUDA,
-        backend="nccl",
-        num_threads=1,
-    )
     config = DataConfig(
         name="fake", mean=[0.5] * 3, std=[0.25] * 3, augment=FileAugmentConfig(**options)
     )
@@ -90,7 +81,7 @@ def cuda_loaders(split: Any, options: dict[str, Any], *, rank: int, world_size: 
         loaders = build_loaders(
             datasets,
             config,
-            world=world,
+            world=world_of(rank, world_size, device="cuda:0"),
             seed=3,
             global_batch_size=6,
             eval_batch_size=6,

@@ -15,9 +15,17 @@ import pytest
 import torch
 from PIL import Image
 from processes import launch
-from runs import assert_bitwise, compose, newest_checkpoint, read_summary, train_all, train_on
+from runs import (
+    assert_bitwise,
+    compose,
+    newest_checkpoint,
+    read_summary,
+    train_all,
+    train_on,
+    world_of,
+)
 from test_decoding import gradient, png
-from test_loader import CPU, world_of
+from test_loader import CPU
 from torch import Tensor
 
 from ddp_trainer.config.data import DigitsConfig, ImageFolderConfig

@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import world_of
 
 from ddp_trainer.config.images import AugmentConfig
 from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.dataset import ImageTensors
 from ddp_trainer.data.loaders import EvaluationLoader, ResidentReader, TrainLoader
 from ddp_trainer.data.sampler import GlobalBatchSampler
-from ddp_trainer.distributed.world import World
 
 CPU = torch.device("cpu")
 MEAN = [0.4, 0.5]
@@ -21,18 +21,6 @@ def image_set(count: int) -> ImageTensors:
     random = torch.Generator().manual_seed(count)
     images = torch.randint(256, (count, 2, 5, 7), dtype=torch.uint8, generator=random)
     return ImageTensors(images, torch.randint(10, (count,), generator=random))
-
-
-def world_of(rank: int, world_size: int) -> World:
-    return World(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        device=CPU,
-        backend="gloo",
-        num_threads=1,
-    )
 
 
 def normalize(memory_format: torch.memory_format = torch.contiguous_format) -> Normalize:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_loader import world_of
+from runs import world_of
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_loader import CPU, image_set, normalize, resident, world_of
+from runs import world_of
+from test_loader import CPU, image_set, normalize, resident
 from torch import Tensor
 from torch.utils.data import Dataset
 

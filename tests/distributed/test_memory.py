@@ -3,8 +3,11 @@ release their core.
 """
 
 import sys
+from pathlib import Path
 
+import pytest
 from processes import run_command
+from runs import TINY
 
 
 def output_of(program: str, *words: str, variables: tuple[str, ...] = ()) -> list[str]:
@@ -53,6 +56,28 @@ print(frozen, gc.get_freeze_count())
 def test_only_the_import_of_torch_freezes_objects() -> None:
     frozen, later = map(int, output_of(IMPORTS))
     assert later <= frozen > 100_000
+
+
+STARTS = {
+    "torchrun": "import ddp_trainer.launchers.agent",
+    "rank": "from ddp_trainer.__main__ import main; main()",
+}
+"""What a process of a training imports and does, until it has imported torch."""
+COLLECTED = """
+collected = {id(each) for each in gc.get_objects()}  # the frozen ones are not among them
+modules = [sys.modules[name] for name in ("torch", "torch.distributed", "torch._dynamo")
+           if name in sys.modules]
+print(len(modules), any(id(vars(module)) in collected for module in modules))
+"""
+
+
+@pytest.mark.parametrize(("process", "num_modules"), [("torchrun", 2), ("rank", 3)])
+def test_a_process_of_a_training_collects_no_garbage_of_imports(
+    process: str, num_modules: int, tmp_path: Path
+) -> None:
+    program = "\n".join(("import gc, sys", STARTS[process], COLLECTED))
+    output = output_of(program, *TINY, "max_steps=1", f"output_dir={tmp_path}")
+    assert output[-2:] == [str(num_modules), "False"]
 
 
 WAITS = """

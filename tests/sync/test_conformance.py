@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from processes import on_ranks
-from runs import cross_entropies, in_process_group, step_settings
+from runs import cross_entropies, in_process_group, step_settings, world_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -55,15 +55,7 @@ SHAPE = (1, 12, 12)
 STEPS = 4
 GLOBAL_BATCH_SIZE = 13
 FROZEN = "0.weight"
-WORLD_OF_ONE = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    device=torch.device("cpu"),
-    backend="gloo",
-    num_threads=1,
-)
+WORLD_OF_ONE = world_of()
 Parameters = dict[str, np.ndarray]
 Case = tuple[str, str]
 """The names of a strategy and of an optimizer."""

@@ -1,24 +1,15 @@
 """`TrainStep` by itself, on one rank."""
 
 import torch
-from runs import cross_entropies, step_settings
+from runs import cross_entropies, step_settings, world_of
 from torch import nn
 from torch.optim import SGD
 
 from ddp_trainer.config.sync import NoSyncConfig
-from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.training.step import TrainStep
 
-ALONE = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    device=torch.device("cpu"),
-    backend="gloo",
-    num_threads=1,
-)
+ALONE = world_of()
 
 
 def build() -> TrainStep:

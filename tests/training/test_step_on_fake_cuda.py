@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from runs import step_settings
+from runs import step_settings, world_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,7 +20,6 @@ from torch.optim import SGD, AdamW
 from ddp_trainer.config.losses import CrossEntropyConfig
 from ddp_trainer.config.sync import NoSyncConfig
 from ddp_trainer.data.loaders import Batch
-from ddp_trainer.distributed.world import World
 from ddp_trainer.models import weights
 from ddp_trainer.optim.losses import build_cross_entropy
 from ddp_trainer.sync.base import GradientSync
@@ -31,15 +30,7 @@ from ddp_trainer.training.metrics import SampleDigest
 from ddp_trainer.training.step import StepSettings, TrainStep
 
 CUDA = torch.device("cuda", 0)
-WORLD = World(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    device=CUDA,
-    backend="nccl",
-    num_threads=1,
-)
+WORLD = world_of(device="cuda:0")
 SETTINGS = {
     "plain": step_settings(),
     "clipped": step_settings(max_grad_norm=1.0),
