@@ -1,14 +1,33 @@
-"""Metrics on the device: their sums, the digest of samples, and the first non-finite step."""
+"""Sums of losses and metrics on the device, the digest of samples, the first non-finite step."""
 
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.world import World
+from ddp_trainer.optim.interfaces import Loss
 
 STEP_STRIDE = 0x1000003
 """In the digest, a sample is ``id + step * STEP_STRIDE``, unique if all ids are less than this."""
+
+
+def sum_of_losses(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum [] of the losses of a batch; samples without a label do not count.
+
+    logits: float32 [B, C]. labels: int64 [B], negative for a sample without a label; or float32
+    [B, C], all zero for such a sample. `loss` gets 0 in place of a negative label.
+    Raises ConfigError if `loss` returns another shape than [B], which would be broadcast.
+    """
+    is_known = labels >= 0 if labels.ndim == 1 else labels.sum(1) > 0
+    losses = loss(logits, labels.clamp(min=0))
+    if losses.shape != is_known.shape:
+        raise ConfigError(
+            f"the loss must return one value per sample, {list(is_known.shape)}, and returns"
+            f" {list(losses.shape)}"
+        )
+    return torch.where(is_known, losses, 0).sum()
 
 
 class MetricSums:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.distributed.world import World
@@ -18,7 +17,7 @@ from ddp_trainer.models.weights import AveragedWeights
 from ddp_trainer.optim.interfaces import Factor, Loss
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.buffers import flatten_buffers, preserved_buffers, restore_buffers
-from ddp_trainer.training.metrics import MetricSums, NonFinite
+from ddp_trainer.training.metrics import MetricSums, NonFinite, sum_of_losses
 from ddp_trainer.training.optimizer_state import check_keys, match_layout
 from ddp_trainer.training.phase import Phase
 
@@ -308,20 +307,3 @@ class TrainStep:
         match_layout(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.count = self.nonfinite.steps_before = state["step"]
-
-
-def sum_of_losses(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum [] of the losses of a batch; samples without a label do not count.
-
-    logits: float32 [B, C]. labels: int64 [B], negative for a sample without a label; or float32
-    [B, C], all zero for such a sample. `loss` gets 0 in place of a negative label.
-    Raises ConfigError if `loss` returns another shape than [B], which would be broadcast.
-    """
-    is_known = labels >= 0 if labels.ndim == 1 else labels.sum(1) > 0
-    losses = loss(logits, labels.clamp(min=0))
-    if losses.shape != is_known.shape:
-        raise ConfigError(
-            f"the loss must return one value per sample, {list(is_known.shape)}, and returns"
-            f" {list(losses.shape)}"
-        )
-    return torch.where(is_known, losses, 0).sum()

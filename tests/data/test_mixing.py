@@ -27,7 +27,7 @@ from ddp_trainer.data.mixing import Mix, draw_mix, mix_pairs
 from ddp_trainer.data.readers import NO_LABEL
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.optim.losses import build_cross_entropy
-from ddp_trainer.training.step import sum_of_losses
+from ddp_trainer.training.metrics import sum_of_losses
 
 HEIGHT = 5
 WIDTH = 7

@@ -21,7 +21,7 @@ from ddp_trainer.optim.losses import (
     class_weights,
     weigh,
 )
-from ddp_trainer.training.step import sum_of_losses
+from ddp_trainer.training.metrics import sum_of_losses
 
 CLASSES = 5
 COUNTS = torch.tensor([50, 3, 17, 1, 29])
