@@ -39,8 +39,9 @@ def uses_graphs(config: Any, world: World) -> bool:
     is_possible = can_capture(config, world)
     require(
         config.cuda_graphs is not True or is_possible,
-        "cuda_graphs=true needs one rank with a GPU, sync=ddp or none, optimizer=sgd or adamw, and"
-        " check.every_steps=shards=null: change these, or use cuda_graphs=auto",
+        "cuda_graphs=true needs one rank with a GPU, sync=none or sync=ddp with"
+        " sync.comm_hook=none, optimizer=sgd or adamw, check.every_steps=null and shards=null:"
+        " change these, or use cuda_graphs=auto",
     )
     if config.cuda_graphs == "auto":
         return is_possible and config.model.name in OWN_MODELS and are_parts_own(config)

@@ -58,7 +58,7 @@ def replace_text(path: Path, text: str) -> None:
 def check_pickle(file: IO[bytes]) -> None:
     """Check the sizes of the tuples in a pickle of a stranger, from the position of `file` on.
 
-    The hash of a key takes years if it is a pair that has another pair twice, and so on 60 deep.
+    A short pickle can have a key of pairs, (x, x) with x = (y, y) and so on: its hash takes years.
     Nothing is loaded: this does with the sizes of objects what an unpickler does with the objects.
 
     Raises:
@@ -98,8 +98,8 @@ def lock_file(path: Path, *, seconds: float, holder: str) -> Iterator[None]:
     Raises:
         TransientError: another process keeps the lock (the message is `holder`), or the file system
             has no locks.
+        OSError: the folder cannot be written, or `path` is a link.
     """
-    # This raises an OSError if the folder cannot be written, or if `path` is a link.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     with ExitStack() as stack:
         try:

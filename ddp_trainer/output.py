@@ -14,7 +14,9 @@ OTHER_OUTPUT = "; set output=… to a path that can be written"
 
 
 @contextmanager
-def output_file(path: Path, *, fix: str = "", begin: bytes = b"") -> Iterator[BufferedRandom]:
+def output_file(
+    path: Path, *, fix: str = ": name another path", begin: bytes = b""
+) -> Iterator[BufferedRandom]:
     """Yield a temporary file, which is renamed to `path` if the ``with`` block succeeds.
 
     Creates the folder of `path`. fix: the end of the message of an error. begin: the first bytes of
@@ -25,13 +27,16 @@ def output_file(path: Path, *, fix: str = "", begin: bytes = b"") -> Iterator[Bu
     """
     require(
         os.path.isfile(path) or not os.path.lexists(path),
-        f"{path} is no file that can be replaced{fix}",
+        f"{path} is a folder, a device or a broken link, which is not replaced{fix}",
     )
     try:
         if path.exists():
             with open(path, "rb") as old:
                 is_own = old.read(len(begin)) in (b"", begin)
-            require(is_own, f"{path} is not replaced, because another program wrote it{fix}")
+            require(
+                is_own,
+                f"{path} does not look like a file of this command, and is not replaced{fix}",
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:
             yield file

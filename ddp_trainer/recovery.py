@@ -64,7 +64,10 @@ class Held:
 
 
 def hold(run: TrainingRun) -> Held:
-    """Return the state of this rank. Not collective: the other ranks may be gone."""
+    """Return the state of this rank, after which `run` is one of this rank alone.
+
+    Not collective: the other ranks may be gone.
+    """
     alone = replace(run.world, rank=0, world_size=1)
     run.progress.world = alone
     run.train_step.world = alone  # its sums are then those of this rank

@@ -4,7 +4,7 @@
 #     examples/finetune.sh PICTURES WEIGHTS [KEY=VALUE …]
 #
 # PICTURES has a folder per class; a fifth of the pictures is held out. WEIGHTS is a file of weights
-# for the model (torchvision's, timm's or your own), or null for random ones.
+# for the model, by default a ResNet-18 (torchvision's, timm's or your own), or null for random ones.
 set -euo pipefail
 if (($# < 2)); then
     echo "usage: $0 PICTURES WEIGHTS [KEY=VALUE …]" >&2

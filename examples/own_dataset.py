@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer import Config, DataConfig, Datasets, launch, register_dataset
-from ddp_trainer.config.images import FileAugmentConfig
+from ddp_trainer.config.data import FileAugmentConfig
 from ddp_trainer.config.models import LeNetConfig
 
 

@@ -1,4 +1,4 @@
-"""Train from Python on two ranks, and use the model: python examples/python_api.py
+"""Train from Python on two ranks, and open the model: python examples/python_api.py
 
 Everything that the command line can set is a field of a dataclass here.
 """

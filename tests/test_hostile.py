@@ -116,7 +116,7 @@ def test_a_report_replaces_only_files(kind: str, run_dir: Path, tmp_path: Path) 
     {"pipe": os.mkfifo, "device": make_device, "folder": Path.mkdir}[kind](output)
     before = output.stat()
     line = refused("report", str(run_dir), f"output={output}", cwd=tmp_path)
-    assert f"{output} is no file that can be replaced" in line
+    assert f"{output} is a folder, a device or a broken link" in line
     assert output.stat() == before
 
 
@@ -319,9 +319,9 @@ def test_a_job_file_is_a_regular_file_with_a_path(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     line = refused("freeze", str(pipe), *WORDS, cwd=tmp_path)
-    assert line.endswith("is no file that can be replaced: name another job file")
+    assert line.endswith("a broken link, which is not replaced: name another job file")
     assert pipe.is_fifo()
-    assert "is no regular file" in refused("train", f"job_file={pipe}", cwd=tmp_path)
+    assert "is a folder or a device" in refused("train", f"job_file={pipe}", cwd=tmp_path)
     succeed("freeze", f"{tmp_path}/job.json", *WORDS, "name=run", cwd=tmp_path)
     job = json.loads((tmp_path / "job.json").read_text())
     (tmp_path / "job.json").write_text(json.dumps(job | {"run_dir": "a\0b"}))

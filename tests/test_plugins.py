@@ -448,7 +448,7 @@ def test_class_names_that_are_no_texts_are_one_error(names: Any) -> None:
 def test_two_classes_of_one_name_are_one_error() -> None:
     datasets = Datasets(train=GOOD, eval=GOOD, class_names=["a", "b", "a"])
     register_dataset("mine", MineConfig, builder=lambda config: datasets)
-    with pytest.raises(ConfigError, match=r"^data=mine: class_names has two of the same name"):
+    with pytest.raises(ConfigError, match=r"^data=mine: class_names has a name twice"):
         build_datasets(MineConfig())
 
 

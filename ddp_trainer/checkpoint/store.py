@@ -99,7 +99,8 @@ class CheckpointStore:
     def restore(self, target: Checkpointable) -> bool:
         """Load the newest good checkpoint into `target`; return False if there is none.
 
-        Every rank gets the state that rank 0 has read. Collective: every rank must call this.
+        Every rank gets the state that rank 0 has read. Newer files, which are damaged, are renamed.
+        Collective: every rank must call this.
 
         Raises:
             ConfigError: all checkpoints are damaged, `check_state` rejects the state of the newest

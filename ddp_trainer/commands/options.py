@@ -24,7 +24,7 @@ class CheckpointOptions:
     """The options that evaluate, export and predict have in common."""
 
     checkpoint: str = "best"
-    """best (highest top-1), last (the newest), or the number of a step."""
+    """best (the best value of select_by), last (the newest), or the number of a step."""
 
 
 def output_folder(option: str | None, default: Path) -> Path:

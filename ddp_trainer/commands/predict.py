@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> None:
             from ddp_trainer.tools.trained_model import load_model
         require(
             "-" not in paths[1:] or sys.stdin is not None,
-            "- reads a picture or a list of paths from stdin, and stdin is closed",
+            "- reads paths from stdin, and stdin is closed: pipe them in, or give files or folders",
         )
         trained = load_model(Path(paths[0]), options.checkpoint, overrides)
         files = find_pictures(paths[1:], sys.stdin.buffer if sys.stdin else ())

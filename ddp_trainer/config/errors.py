@@ -112,7 +112,7 @@ def _check_plain(value: Any, text: str) -> None:
         case float() if not math.isfinite(value):
             raise ConfigError(f"{text} must be finite")
         case int() if abs(value) >= 2**63:
-            raise ConfigError(f"{text} must be below 2^63")
+            raise ConfigError(f"{text} must be between -2^63 and 2^63")
 
 
 def printable(text: str) -> str:

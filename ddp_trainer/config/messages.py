@@ -126,7 +126,9 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
 
 
 def _check_value(key: str, value: Any, text: str) -> None:
-    require(not isinstance(value, int) or abs(value) < 2**63, f"{text} must be below 2^63")
+    require(
+        not isinstance(value, int) or abs(value) < 2**63, f"{text} must be between -2^63 and 2^63"
+    )
     names = value if isinstance(value, list) else [value]
     require(
         key not in (*registry.GROUPS, "experiment")

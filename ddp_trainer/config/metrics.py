@@ -40,9 +40,9 @@ class AUROCConfig(MetricConfig):
 
 
 def check_value(key: str, value: str, metrics: Mapping[str, MetricConfig]) -> None:
-    """Check that an evaluation has the value of the key `key`, such as eval/loss; or ConfigError.
+    """Raise ConfigError unless an evaluation has `value`, such as eval/loss.
 
-    metrics: the chosen metrics by name.
+    key: the config key with this value, for the message. metrics: the chosen metrics by name.
     """
     values = ["eval/top1", "eval/loss", *(f"eval/{name}" for name in metrics)]
     require(
@@ -53,7 +53,7 @@ def check_value(key: str, value: str, metrics: Mapping[str, MetricConfig]) -> No
 
 
 def is_higher_better(value: str, metrics: Mapping[str, MetricConfig]) -> bool:
-    """Return whether more of a value of the evaluation is better, such as not of eval/loss."""
+    """Return whether a larger `value` is better: not of eval/loss, else as its metric says."""
     metric = metrics.get(value.removeprefix("eval/"))
     return value != "eval/loss" if metric is None else metric.higher_is_better
 

@@ -32,9 +32,10 @@ def is_run_dir(path: Path) -> bool:
 
 
 def other_runs(path: Path) -> str:
-    """Return ``; did you mean …?`` with the run directories below `path` or similar to it, or "".
+    """Return ``; did you mean …?`` with run directories that the user may have meant, or "".
 
-    A path is completed by the folder outputs too, which is the default of output_dir.
+    These are the run directories in `path`; if there are none, those with a similar name beside
+    `path` and in outputs/, the default of output_dir.
     """
     below = run_dirs_in(path)
     beside = [run for folder in (path.parent, "outputs") for run in run_dirs_in(Path(folder))]
@@ -54,6 +55,8 @@ def run_dirs_in(folder: Path) -> list[Path]:
 
 def check_links(run_dir: Path) -> None:
     """Check that all files in `run_dir`, which may come from somebody else, are really in it.
+
+    Folders called wandb are not checked.
 
     Raises:
         ConfigError: a link leads out of `run_dir`, or a file has another name elsewhere, so that a
@@ -89,12 +92,12 @@ def check_file(path: Path) -> None:
 
 
 def load_yaml(text: str) -> Any:
-    """Return the content of a YAML file of a stranger.
+    """Return the content of a YAML file that may be from somebody else.
 
     Raises:
-        ValueError: it has aliases, of which few make it endless, or brackets in brackets, which
-            take a time that is quadratic in their depth.
-        yaml.YAMLError: it is no YAML.
+        ValueError: it has aliases, because a few of them can make a value endless; or it has more
+            than `MAX_BRACKETS` brackets, because nested ones take quadratic time to read.
+        yaml.YAMLError: it is not YAML.
     """
     if text.count("[") + text.count("{") > MAX_BRACKETS:
         raise ValueError("it has too many brackets")

@@ -266,9 +266,8 @@ class Config:
         require(
             self.check.every_steps is None
             or (sync.supports_check and getattr(sync, "batch_norm", "local") == "local"),
-            f"check.every_steps={self.check.every_steps} compares the gradients of ranks, and"
-            f" sync={sync.name} has several replicas in one process, or statistics of all ranks:"
-            " use sync=ddp with sync.batch_norm=local, or check.every_steps=null",
+            f"check.every_steps={self.check.every_steps} needs one replica in each process, with its"
+            " own statistics: use sync=ddp with sync.batch_norm=local, or check.every_steps=null",
         )
         require(
             self.precision is not Precision.fp16 or sync.supports_fp16,
@@ -321,8 +320,8 @@ class Config:
             min_ranks is None
             or (sync.supports_recovery and getattr(sync, "comm_hook", "none") != "powersgd"),
             f"recovery.min_ranks={min_ranks} needs ranks with the same parameters and optimizer"
-            f" state, and sync={sync.name} does not keep them: use sync=ddp without powersgd, or"
-            " recovery.min_ranks=null",
+            f" state, and sync={sync.name} (or powersgd) does not keep them: use sync=ddp with"
+            " another sync.comm_hook, or recovery.min_ranks=null",
         )
 
     def check_world_size(self, world_size: int) -> None:

@@ -45,9 +45,10 @@ def check(datasets: Datasets, config: DataConfig) -> None:
         isinstance(names, Sequence) and all(isinstance(name, str) for name in names),
         f"data={config.name}: class_names must be a sequence of texts and is {one_line(names)}",
     )
+    repeated = one_line(sorted({name for name in names if list(names).count(name) > 1}))
     require(
         len(set(names)) == len(names),
-        f"data={config.name}: class_names has two of the same name: {one_line(names)}",
+        f"data={config.name}: class_names has a name twice: {repeated}",
     )
     num_classes = len(names)
     try:

@@ -21,8 +21,7 @@ def hold_out(datasets: Datasets, config: DataConfig) -> Datasets:
     - of a split with ``groups``: whole groups, with about the same share of each class; with
       data.validation_fraction, together at most this fraction of the samples;
     - of a split with ``labels``: the same share of each class, to within one sample. With
-      data.validation_fraction, never a whole class, and images in memory are not told apart by
-      class;
+      data.validation_fraction, never a whole class; but of images in memory, any samples;
     - of any other split: any samples.
 
     Raises:

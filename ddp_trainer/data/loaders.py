@@ -157,7 +157,7 @@ class EvaluationLoader:
     normalize: Normalize
     world: World
     batch_size: int
-    """Number of samples in a batch, summed over all ranks."""
+    """Number of samples in a batch, summed over all ranks unless `are_batches_whole`."""
     are_batches_whole: bool = False
     """Whether a batch is that of one rank, so that batches do not depend on the number of ranks."""
 
@@ -210,7 +210,7 @@ def build_loaders(
     """Return this rank's loaders. The batch sizes are the numbers of samples over all ranks.
 
     share: the positions of this rank's samples in each global batch. If they are given, evaluation
-    batches are whole; None: every W-th sample.
+    batches are whole, so `eval_batch_size` is that of one rank; None: every W-th sample.
     """
     shape = datasets.image_shape
     num_classes = len(datasets.class_names)

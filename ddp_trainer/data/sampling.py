@@ -20,12 +20,12 @@ class Draw:
     weights: Tensor
     """float64 [N]: in proportion to the number of draws of each sample."""
     classes: Tensor
-    """int64 [N]: samples of one class are drawn together, so that its number of draws is exact."""
+    """int64 [N]: the class of each sample. The number of draws of a class is exact to within 1."""
 
     def order(self, random: torch.Generator) -> Tensor:
         """Return the ids of N samples, int64 [N], in random order.
 
-        A sample that is expected k times is drawn floor(k) or ceil(k) times, and a class, too.
+        A sample, or a class, that is expected k times is drawn floor(k) or ceil(k) times.
 
         Source: Baker, Reducing Bias and Inefficiency in the Selection Algorithm, 1987: stochastic
         universal sampling.
@@ -52,7 +52,7 @@ def build_draw(sampling: Sampling, split: Split, num_classes: int) -> Draw | Non
     require(
         labels is not None,
         f"data.sampling={sampling.name} needs the labels of the training samples, and the data set"
-        " has no member labels: use data.sampling=uniform",
+        " has no attribute labels: add it (docs/api.md), or use data.sampling=uniform",
     )
     assert labels is not None
     if sampling is Sampling.weights:

@@ -249,7 +249,8 @@ def set_interface(
 ) -> None:
     """Set the network interface of gloo and NCCL to the one that routes to the host of rank 0.
 
-    Variables that the user has set are kept. Raises the ConfigError of `check_interface`.
+    If all ranks are on one node, only gloo's is set, to the loopback interface. Variables that the
+    user has set are kept. Raises the ConfigError of `check_interface`.
     """
     check_interface(variables)
     is_one_node = environment.is_one_node

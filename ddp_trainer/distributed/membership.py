@@ -325,7 +325,8 @@ class Membership:
             return Round(*json.loads(self._store.get("round")))
         except (TypeError, ValueError):
             raise TransientError(
-                "another program writes to the store of the ranks (see docs/security.md)"
+                "another program has written to the MASTER_PORT of this job: use a network that no"
+                " other program can reach (docs/security.md)"
             ) from None
 
     def _is_new(self, current: Round) -> bool:

@@ -176,7 +176,10 @@ def _join_members(
         for group in (None, _Own.group):
             _set_timeout(timeout, group)
         return members
-    raise membership.fail(f"{MAX_UNFORMED} process groups in a row could not be formed: {reason}")
+    raise membership.fail(
+        f"the ranks could not connect to each other {MAX_UNFORMED} times in a row ({reason}): check"
+        " the network, and the ranks that end again and again"
+    )
 
 
 def prepare(attempt: Callable[[], T], environment: Environment) -> Callable[[World], T]:

@@ -30,7 +30,10 @@ def read_job(path: Path) -> tuple[Config, Path]:
         ConfigError: the file is not a job file, or its config breaks a rule.
         ConfigError, TransientError: the file cannot be read; `path_error` chooses the type.
     """
-    require(path.is_file() or not path.exists(), f"job_file={path} is no regular file")
+    require(
+        path.is_file() or not path.exists(),
+        f"job_file={path} is a folder or a device: give the path of a file",
+    )
     try:
         job: dict[str, Any] = json.loads(path.read_text())
         if b"\0" in os.fsencode(job["run_dir"]) or not Path(job["run_dir"]).name:

@@ -48,7 +48,8 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     A script must call this below ``if __name__ == "__main__"``, because each rank imports the
     script, and so knows the models, losses and data sets that the script registers. Ctrl-C and
     SIGTERM stop the training gracefully: a checkpoint is saved, and the summary's status is
-    stopped. The ranks communicate over the loopback interface only.
+    stopped. The ranks communicate over the loopback interface only. `run_dir` is
+    ``<output_dir>/<name>`` unless given.
 
     Raises:
         ConfigError: the config is not valid for this machine, data set or number of ranks.

@@ -105,7 +105,9 @@ def freeze(model: nn.Module, prefixes: list[str], *, num_classes: int) -> None:
             for name, parameter in model.named_parameters()
             if (name not in head if prefix == BACKBONE else f"{name}.".startswith(start))
         ]
-        children = ", ".join(name for name, _ in model.named_children())
+        children = ", ".join(
+            name for name, child in model.named_children() if [*child.parameters()]
+        )
         require(
             bool(selected),
             f"model.freeze={prefix} matches no parameter; choose from {BACKBONE}, {children}",

@@ -116,7 +116,7 @@ class InertUnpickler(pickle.Unpickler):
 
 
 def guarded(found: Any) -> Any:
-    """Return what behaves as a class or a function, and can be changed by a pickle without effect.
+    """Return a stand-in for `found`, a class or function, which a pickle can change without effect.
 
     A pickle can set attributes of each object that it names, and so of a function or a class.
     """

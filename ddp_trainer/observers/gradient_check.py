@@ -206,7 +206,10 @@ class GradientCheck:
         return torch.stack([flat.square().sum(), flat.sum(), (flat * signs).sum()])
 
     def are_equal(self, first: Tensor, second: Tensor) -> bool:
-        """Return whether two results of `sums_of` are equal, bitwise or within `tolerance`."""
+        """Return whether two results of `sums_of` are equal, bitwise or within `tolerance`.
+
+        Two results that are not finite are equal.
+        """
         if self.tolerance is None:
             return torch.equal(first, second)
         are_finite = [bool(vector.isfinite().all()) for vector in (first, second)]

@@ -50,7 +50,7 @@ def build_bce(config: BCEConfig, *, class_counts: Tensor | None) -> Loss:
 
 
 def targets(labels: Tensor, logits: Tensor) -> Tensor:
-    """Return the probability of each class: labels as for a `Loss` -> [B, C], as `logits`."""
+    """Return the probability of each class, [B, C], as `logits`; labels: see `Loss`."""
     if labels.ndim == 2:
         return labels.to(logits.dtype)
     return torch.zeros_like(logits).scatter_(1, labels[:, None], 1.0)
@@ -78,14 +78,14 @@ def class_weights(
     of training samples of each class; None: unknown.
 
     Raises:
-        ConfigError: there is no such class, or the numbers are unknown.
+        ConfigError: there is no such class, `counts` is None, or no sample has a weight above 0.
     """
     if chosen == "none":
         return None
     if counts is None:
         raise ConfigError(
             f"loss.class_weights={chosen} needs the size of each class, and the data set has no"
-            " member labels: use loss.class_weights=none"
+            " attribute labels: add it (docs/api.md), or use loss.class_weights=none"
         )
     sizes = counts.double()
     if isinstance(chosen, str):

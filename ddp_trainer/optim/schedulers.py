@@ -23,7 +23,7 @@ from ddp_trainer.optim.interfaces import Factor
 def lr_factor(config: SchedulerConfig, *, steps_per_epoch: int, epochs: int) -> Factor:
     """Return the schedule that `config` chooses, with its linear warm-up.
 
-    A warm-up that is longer than `epochs` is replaced by one of half as many.
+    A warm-up that is longer than `epochs` is replaced by one of `epochs` / 2.
     """
     if config.warmup_epochs > epochs:
         config = replace(config, warmup_epochs=epochs / 2)

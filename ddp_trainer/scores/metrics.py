@@ -39,7 +39,7 @@ def build_macro_f1(config: MacroF1Config) -> Metric:
 
 
 def build_topk(config: TopKConfig) -> Metric:
-    """Return the share of samples whose class is among the k most probable ones."""
+    """Return a function for the share of samples whose class is among the k most probable ones."""
 
     def topk(probabilities: Tensor, labels: Tensor) -> float:
         k = min(config.k, probabilities.shape[1])
@@ -50,9 +50,10 @@ def build_topk(config: TopKConfig) -> Metric:
 
 
 def build_auroc(config: AUROCConfig) -> Metric:
-    """Return the area under the ROC curve, each class against the rest: the mean over classes.
+    """Return a function for the area under the ROC curve, each class against the rest.
 
-    Only classes count of which there are samples, and samples of others.
+    It returns the mean over classes, without those of which there is no sample, or no sample of
+    another class; NaN if none is left.
     """
 
     def auroc(probabilities: Tensor, labels: Tensor) -> float:
@@ -82,7 +83,10 @@ def area_under_roc(scores: Tensor, is_positive: Tensor) -> float:
 
 
 def counts(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the correct samples, and all by true and by predicted class: float64 [C] each."""
+    """Return three counts for each class, float64 [C].
+
+    These are the samples that are predicted correctly, are of the class, are predicted as it.
+    """
     num_classes = probabilities.shape[1]
     predictions = probabilities.argmax(1)
     correct, support, predicted = (

@@ -14,7 +14,9 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def synchronize_batch_norm(model: nn.Module, world: World) -> nn.Module:
-    """Return `model` with layers in place of BatchNorm that have the same parameters and buffers.
+    """Replace each BatchNorm layer of `model` by one that uses the batches of all ranks.
+
+    In place; the layers keep their parameters and buffers. With one rank, nothing is replaced.
 
     Raises:
         ConfigError: a layer does more than BatchNorm, as in some models of timm, or there is none.
@@ -22,7 +24,11 @@ def synchronize_batch_norm(model: nn.Module, world: World) -> nn.Module:
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     for layer in layers:
         check_layer(layer)
-    require(bool(layers), "sync.batch_norm=sync needs a model with BatchNorm, and this has none")
+    require(
+        bool(layers),
+        "sync.batch_norm=sync needs a model with BatchNorm, and this model has none: use"
+        " sync.batch_norm=local",
+    )
     if world.world_size == 1:
         return model
     if world.device.type == "cuda":

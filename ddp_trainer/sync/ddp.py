@@ -48,7 +48,7 @@ class DDPSync(GradientSync):
 
     @waiting()
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return a DDP module with the communication hook that the config chooses.
+        """Return a DDP module with the hook of the config; with one rank and no hook, `model`.
 
         Source: Vogels, Karimireddy and Jaggi, PowerSGD, 2019 (arXiv 1905.13727).
         """

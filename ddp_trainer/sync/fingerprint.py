@@ -60,8 +60,8 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     if odd is not None:
         who = f"rank {odd} holds other parameters than the rest"
     raise DesynchronizedError(
-        f"{who} after step {step}: no checkpoint was saved; the cause is faulty memory, or code "
-        "that treats ranks differently"
+        f"{who} after step {step}, which is not saved: the cause is faulty memory, or code that "
+        "treats ranks differently"
     )
 
 

@@ -84,7 +84,7 @@ class ReplicasSync(GradientSync):
         require(
             self.devices[0] == world.device,
             f"sync.devices={config.devices} must begin with the device that the run trains on,"
-            f" {world.device}: set device={self.devices[0].type}, or change the list",
+            f" {world.device}: change the list, or device",
         )
 
     @property

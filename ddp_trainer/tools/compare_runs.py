@@ -52,7 +52,9 @@ def read(path: Path) -> State:
     try:
         return read_state(path)
     except DamagedCheckpointError as error:
-        raise ConfigError(f"{path} {error}: verify it alone") from error
+        raise ConfigError(
+            f"{path} {error}: run python -m ddp_trainer verify {path.parents[1]}"
+        ) from error
 
 
 def difference(one: State, other: State) -> str | None:

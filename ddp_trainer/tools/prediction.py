@@ -106,5 +106,5 @@ def pictures_in(folder: str) -> list[str]:
         files = walk(os.fsencode(folder), b"", [], broken_links, set())
         names = sorted(name for name, _, _ in files)
     warn_of_broken_links(folder, sorted(broken_links))
-    require(bool(names), f"{folder} has no image: {IMAGE_FILES}")
+    require(bool(names), f"{folder} has no image; images are {IMAGE_FILES}")
     return [os.path.join(folder, os.fsdecode(name)) for name in names]

@@ -1,6 +1,7 @@
 """The images on which a trained model is scored."""
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -95,10 +96,12 @@ def check_fit(trained: TrainedModel, names: list[str], shape: tuple[int, int, in
     """Raise ConfigError if class names or image shape of a data set are not those of the model."""
     data = f"data={trained.config.data.name}"
     known = trained.class_names
+    pairs = zip_longest(names, known)
+    here, trained_on = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
     require(
         names == known,
-        f"{data} has other classes than the model: {', '.join(names[:5])} … in place of"
-        f" {', '.join(known[:5])} …",
+        f"{data} has other classes than the model, such as {here!r} in place of {trained_on!r}:"
+        " use data with the same classes",
     )
     expected = trained.preprocessing.image_shape
     require(

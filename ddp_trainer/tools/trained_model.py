@@ -72,7 +72,8 @@ def load_model(
 
     Raises:
         ConfigError: the checkpoint is missing, damaged or of another version, or an override is not
-        valid.
+            valid.
+        OmegaConfBaseException: an override has a value of another type.
     """
     require_run_dir(run_dir)
     check_links(run_dir)
@@ -88,7 +89,7 @@ def load_model(
         and len(preprocessing.std) in channels
         and min(preprocessing.std) > 0,
         f"{path} has mean={preprocessing.mean} and std={preprocessing.std} for images of {shape[0]}"
-        " channels: it is damaged",
+        " channels: it is damaged, choose another checkpoint",
     )
     names = list(state["class_names"])
     try:

@@ -242,7 +242,9 @@ def save(run: TrainingRun, *, is_best: bool) -> None:
     run.enter(Phase.save)
     check_replicas(run.model, run.world, step=run.step)
     if name := first_nonfinite(*(model.state_dict() for model in run.train_step.models)):
-        raise DivergedError(f"{name} after step {run.step} is infinite or NaN: {DIVERGED_FIX}")
+        raise DivergedError(
+            f"weight {name} after step {run.step} is infinite or NaN: {DIVERGED_FIX}"
+        )
     run.checkpoints.save(RunState(run), is_best=is_best)
     run.control.saved()
     run.emit("save")

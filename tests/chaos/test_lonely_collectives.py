@@ -110,4 +110,6 @@ def test_a_failure_that_no_rank_has_claimed_is_named(value: str, tmp_path: Path)
         **plugins("lonely_collectives", TESTS),
     )
     assert done.code == 1
-    assert "no rank has said so: another program writes to the store" in done.output, done.output
+    assert "no rank has said so: another program has written to the MASTER_PORT" in done.output, (
+        done.output
+    )

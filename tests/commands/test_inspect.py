@@ -167,7 +167,9 @@ def test_files_of_others_are_not_replaced(root: Path, tmp_path: Path) -> None:
     (tmp_path / "package.json").write_text('{"name": "precious"}')
     done = inspect(root, f"output={tmp_path}/package.html")
     assert done.code == 2
-    assert "package.json is not replaced, because another program wrote it" in done.output
+    assert (
+        "package.json does not look like a file of this command, and is not replaced" in done.output
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["package.json"]
     assert "precious" in (tmp_path / "package.json").read_text()
     for _ in range(2):  # its own files are

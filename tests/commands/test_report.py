@@ -100,7 +100,9 @@ def test_a_report_and_a_job_file_replace_only_their_own_kind(
     ):
         with pytest.raises(SystemExit, match=r"^2$"):
             main([word.format(config) for word in words])
-        assert f"error: {config} is not replaced" in capsys.readouterr().err
+        assert (
+            f"error: {config} does not look like a file of this command" in capsys.readouterr().err
+        )
         assert config.read_text() == "name: run\n"
         mine.write_text("")  # as mktemp does
         for _ in range(2):

@@ -135,7 +135,7 @@ def test_a_mixed_sample_has_the_mean_weight_of_its_classes() -> None:
 @pytest.mark.parametrize(
     ("chosen", "counts", "message"),
     [
-        ("balanced", None, "the data set has no member labels"),
+        ("balanced", None, "the data set has no attribute labels"),
         ({"f": 2}, COUNTS, "has the class 'f', and the classes are a, b, c, d, e"),
         (dict.fromkeys(NAMES, 0), COUNTS, "leaves no sample with a weight above 0"),
     ],

@@ -130,7 +130,10 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "foo=1"], "foo=1 is not an option of report: --help lists them"),
         (["run", "--foo"], "--foo is not a run directory"),
         (["run", "output="], "output= is empty"),
-        (["run", "output=empty"], "empty is no file that can be replaced; set output=… to"),
+        (
+            ["run", "output=empty"],
+            "empty is a folder, a device or a broken link, which is not replaced; set output=… to",
+        ),
     ],
 )
 def test_a_mistake_is_one_error(

@@ -101,7 +101,7 @@ def test_layers_that_do_more_are_refused() -> None:
     [
         (("sync.batch_norm=sync", "shards=4", *BATCHNORM), "sync.batch_norm=local"),
         (("sync.batch_norm=sync", "check.every_steps=3", *BATCHNORM), "sync.batch_norm=local"),
-        (("sync.batch_norm=sync",), "needs a model with BatchNorm, and this has none"),
+        (("sync.batch_norm=sync",), "needs a model with BatchNorm, and this model has none"),
     ],
 )
 def test_what_it_does_not_fit_is_one_error(

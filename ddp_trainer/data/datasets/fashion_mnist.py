@@ -90,7 +90,7 @@ def download(folder: Path) -> None:
     from torchvision.datasets import FashionMNIST
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    holder = f"another process has been downloading {folder} for 10 min: is it still running?"
+    holder = f"another process has been downloading {folder} for 10 min: end it if it hangs"
     with lock_file(folder.parent / f"{folder.name}.lock", seconds=LOCK_SECONDS, holder=holder):
         if folder.is_dir():
             return

@@ -62,7 +62,11 @@ def build_manifest(config: ManifestConfig) -> Datasets:
     """
     files = load_manifest(config)
     found = np.unique(files.splits).tolist()
-    require(0 in found, f"{config.file} has no row of the split train")
+    require(
+        0 in found,
+        f"{config.file} has no row of the split train: write train into its column"
+        f" {config.split_column}",
+    )
     train = files.part(files.splits == 0)
     names = train.class_names
     require(
@@ -104,7 +108,8 @@ def open_manifest_split(
 ) -> ImageFiles:
     """Return the images of a split.
 
-    may_be_whole: return all images if the rows name no split; else they may be those of a training.
+    may_be_whole: whether a table without splits is returned whole; if not, its images count as
+    those of a training.
 
     Raises:
         ConfigError: there is none, or a row has a class that `class_names` lacks.
@@ -232,7 +237,7 @@ def splits_of(table: Table, name: str | None) -> Array:
 
 
 def groups_of(table: Table, name: str | None, splits: Array) -> Array:
-    """Return the number of each row's group, int64 [N], by name; [0] without the column.
+    """Return the number of each row's group, by name, int64 [N]; an empty array without the column.
 
     Raises:
         ConfigError: a group is in two splits.
@@ -256,7 +261,7 @@ def groups_of(table: Table, name: str | None, splits: Array) -> Array:
 
 
 def weights_of(table: Table, name: str | None) -> Array:
-    """Return the weight of each row, float64 [N]; [0] without the column."""
+    """Return the weight of each row, float64 [N]; an empty array without the column."""
     if name not in table.names:
         return np.zeros(0)
     texts = table.column(name)

@@ -90,8 +90,8 @@ def read_separated(file: Path) -> Table:
     table.require(
         [len(row) == len(names) for row in table.rows],
         lambda index: (
-            f"has {len(table.rows[index])} values, and the header has {len(names)}: a"
-            " value with a comma needs quotation marks"
+            f"has {len(table.rows[index])} values, and the header has {len(names)}: add what is"
+            f" missing; a value that contains {reader.dialect.delimiter!r} needs quotation marks"
         ),
     )
     return table

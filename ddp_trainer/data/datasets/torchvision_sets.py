@@ -49,7 +49,7 @@ def build_torchvision_set(config: TorchvisionDataConfig) -> Datasets:
     if config.download:
         with suppress(OSError):  # because torchvision reports a folder that it cannot write
             root.mkdir(parents=True, exist_ok=True)
-    holder = f"another process has been downloading to {root} for an hour: is it running?"
+    holder = f"another process has been downloading to {root} for an hour: end it if it hangs"
     lock = lock_file(root / ".download.lock", seconds=LOCK_SECONDS, holder=holder)
     # Lock also without a download, because the class ImageNet extracts archives into `root`.
     with lock if os.access(root, os.W_OK) else nullcontext():

@@ -159,8 +159,8 @@ def pillow_decode(data: Array) -> Tensor:
 def in_eight_bits(values: Array) -> Array:
     """Return `values` as uint8.
 
-    Whole numbers from 0 are divided by the highest number of as many bits as the image needs; other
-    numbers are scaled from their range to 0 … 255.
+    Whole numbers from 0 are scaled from 0 … 2^b - 1 to 0 … 255, for b bits of the largest value, at
+    least 8. Other numbers are scaled from their range. Raises BadImageError if one is not finite.
     """
     if values.dtype == np.uint8:
         return values
@@ -201,13 +201,19 @@ def array_decode(data: Array, channels: int) -> Tensor:
 
 
 def pages_decode(data: Array, channels: int) -> Tensor:
-    """Return an image whose pages are its channels, or which has other channels than RGB."""
+    """Return an image whose pages are its channels, or whose only page has all of them.
+
+    uint8 [C, H, W]. Raises ChannelsError if it has too many pages.
+    """
     pages = []
     with Image.open(io.BytesIO(data.data), formats=known_formats()) as opened:
         for page in ImageSequence.Iterator(opened):
             check_size(page.height, page.width)
             if len(pages) == channels:
-                raise ChannelsError(f"it has more than {channels} pages, data.channels")
+                raise ChannelsError(
+                    f"it has more than {channels} pages, and data.channels={channels} takes one"
+                    " page for each channel: set data.channels to the number of pages"
+                )
             pages.append(np.asarray(page.copy()))
     if len(pages) == 1 and pages[0].ndim == 3:
         pages = list(np.moveaxis(pages[0], 2, 0))
@@ -247,7 +253,7 @@ def resize(image: Tensor, box: Box, size: tuple[int, int]) -> Tensor:
 
 
 def shrink(image: Tensor, short_side: int) -> Tensor:
-    """Return an image scaled down until its shorter side is `short_side`: [3, H, W] -> [3, h, w].
+    """Return an image scaled down until its shorter side is `short_side`: [C, H, W] -> [C, h, w].
 
     A smaller image keeps its size.
     """

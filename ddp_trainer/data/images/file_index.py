@@ -223,7 +223,7 @@ def saved_index(root: Path, path: Path, make: Callable[[Path], FileIndex]) -> Fi
     """
     if (saved := read_index(path, root)) is not None:
         return saved
-    holder = f"another process has been scanning {root} for an hour: is it still running?"
+    holder = f"another process has been scanning {root} for an hour: end it if it hangs"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(path.with_suffix(".lock"), seconds=LOCK_SECONDS, holder=holder):

@@ -1,7 +1,7 @@
 """The cache of decoded, scaled-down images, in files that all ranks of a node map into memory.
 
 A cache is a folder with two files. `PIXELS` has the pixels of one image after another, uint8
-[H, W, 3]; for a bad image, it has the reason instead, as UTF-8. `RECORDS` has a `RECORD` for each
+[H, W, C]; for a bad image, it has the reason instead, as UTF-8. `RECORDS` has a `RECORD` for each
 image. The folder is built under another name, and renamed when it is complete. If a build is
 killed, the next build continues after the last image whose bytes and record are complete.
 """
@@ -99,7 +99,7 @@ def open_cache(
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             lock = folder.with_name(f"{folder.name}.lock")
-            holder = f"another process has been building {folder} for a week: is it still running?"
+            holder = f"another process has been building {folder} for a week: end it if it hangs"
             with lock_file(lock, seconds=LOCK_SECONDS, holder=holder):
                 if not folder.is_dir():
                     build(folder, read, count=count)

@@ -81,7 +81,7 @@ LOST_PEER = (
 """Texts in the error message of a collective that fails because another rank was lost."""
 FORGED = (
     "the store of the ranks says that the job has failed, and no rank has said so: another program"
-    " writes to the store (see docs/security.md)"
+    " has written to the MASTER_PORT of this job (see docs/security.md)"
 )
 LOST = (
     "was lost (killed, perhaps by the kernel because memory was full, or aborted by a library: see"

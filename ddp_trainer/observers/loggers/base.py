@@ -176,7 +176,7 @@ class Loggers(Observer):
         self.record(run, "text", "config", f"```json\n{config}\n```", run.step)
 
     def record(self, run: TrainingRun, method: str, *arguments: Any) -> None:
-        """Call a method of each logger, again after the loss of this rank if it was not saved."""
+        """Call a method of each logger; the call is repeated if this rank is lost before a save."""
         self.call(method, *arguments)
         if run.recovery.is_on:
             run.recovery.records.append([method, *arguments])

@@ -162,7 +162,10 @@ def clusters(thumbs: Array, places: Array, points: Array, num_clusters: int) -> 
 
 
 def distances(points: Tensor, centers: Tensor) -> Tensor:
-    """Return the squared distance of each point from each center, less the norm of the point."""
+    """Return |center - point|² - |point|² for each point and center, [N, K].
+
+    It has the order of the distances of a point from the centers.
+    """
     return centers.square().sum(1) - 2 * points @ centers.T
 
 

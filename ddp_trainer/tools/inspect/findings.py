@@ -47,7 +47,10 @@ class Findings:
         return [names for names in by_key.values() if len(names) > 1]
 
     def across(self, places: Sequence[int]) -> str:
-        """Return whether the images are of several splits or classes, as text, or ""."""
+        """Return "different splits", "different classes", both joined by " and ", or "".
+
+        places: those of the images in the scan.
+        """
         splits = len(set(self.scan.images["split"][list(places)])) > 1
         classes = len(set(self.scan.images["label"][list(places)])) > 1
         return " and ".join(["different splits"] * splits + ["different classes"] * classes)
