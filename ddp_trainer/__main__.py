@@ -53,7 +53,7 @@ def main() -> None:
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
     """Return the command ("" if there is none) and its arguments; exit with 2 if it is unknown."""
     for number in range(len(words)):
-        if setting := without_spaces(*[*words[number:], "", ""][:3]):
+        if setting := joined(*[*words[number:], "", ""][:3]):
             print(f"error: no spaces around =: write {shlex.quote(setting)}", file=sys.stderr)
             sys.exit(2)
     if not words or words[0].startswith(("-", "+", "~")) or "=" in words[0]:
@@ -66,10 +66,13 @@ def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
     sys.exit(2)
 
 
-def without_spaces(word: str, after: str, value: str) -> str:
+def joined(word: str, after: str, value: str) -> str:
     """Return ``key=value`` if three words, or the first alone, have it with spaces; "" if not."""
-    if after.startswith("=") or (word.endswith("=") and after and "=" not in after):
-        return word + after + (value or "VALUE") * (after == "=")
+    if after == "=":
+        return f"{word}={value or 'VALUE'}"
+    is_value = bool(after) and "=" not in after and not after.startswith("-")
+    if after.startswith("=") or (word.endswith("=") and is_value):
+        return word + after
     is_one_word = re.match(r"[\w.@/+]+ +=", word) and not os.path.lexists(word)
     return re.sub(" *= *", "=", word, count=1) if is_one_word else ""
 

@@ -90,7 +90,7 @@ class ShardedStep(TrainStep):
         self.shards = shards_of(
             self.world.rank, world_size=self.world.world_size, num_shards=num_shards
         )
-        self.loss_scale = 1 / self.settings.global_batch_size
+        self.mean_factor = 1 / self.settings.global_batch_size
         self.buffer_world = replace(self.world, rank=0, world_size=1)  # they are equal on all ranks
         # Backward computes the gradients of the last layers first.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad][::-1]

@@ -48,7 +48,7 @@ STOPPED = "stopped"
 """The name of a file in the run directory: the run was stopped gracefully and is not finished."""
 
 
-def run(config: Config, run_dir: Path | None = None) -> Summary:
+def run(config: Config, run_dir: Path | str | None = None) -> Summary:
     """Train as `config` says, in `run_dir`, and return the result. Collective.
 
     `run_dir` is ``<output_dir>/<name>`` unless given. Resumes from the newest checkpoint in
@@ -59,7 +59,7 @@ def run(config: Config, run_dir: Path | None = None) -> Summary:
         TransientError: a condition that may go away, such as another launch in the same directory.
     """
     environment = read_environment()
-    run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
+    run_dir = Path(run_dir or Path(config.output_dir).expanduser() / config.name)
     start = partial(set_up, config, environment)
     if config.recovery.min_ranks is None or not environment.under_torchrun:
         return run_once(start, run_dir, environment, Rounds())
@@ -153,9 +153,16 @@ def explain_full_memory(*, batch_size: int, num_parts: int) -> Iterator[None]:
             raise
         raise HostMemoryError(
             "this host has no memory left: set a smaller data.image_size or model,"
-            f" gradient_accumulation_steps={2 * num_parts} for half as many images in a pass, or"
-            f" global_batch_size={max(1, batch_size // 2)}"
+            f" {smaller_passes(batch_size=batch_size, num_parts=num_parts)}"
         ) from error
+
+
+def smaller_passes(*, batch_size: int, num_parts: int) -> str:
+    """Return the values of the config that halve the number of images in a pass."""
+    return (
+        f"gradient_accumulation_steps={2 * num_parts} for half as many images in a pass (with"
+        f" shards, more of them in a new run), or global_batch_size={max(1, batch_size // 2)}"
+    )
 
 
 class HostMemoryError(RuntimeError):
@@ -169,14 +176,16 @@ class DeviceMemoryError(RuntimeError):
 def out_of_memory(training: TrainingRun) -> str:
     """Return the message for a full GPU: what is in use, and which values need half of it."""
     config = training.config
-    parts = config.gradient_accumulation_steps
-    images = -(-training.loaders.sampler.local_batch_size // parts)
+    passes = training.train_step.settings.gradient_accumulation_steps
+    images = -(-training.loaders.sampler.local_batch_size // passes)
+    smaller = smaller_passes(
+        batch_size=config.global_batch_size, num_parts=config.gradient_accumulation_steps
+    )
     free, total = torch.cuda.mem_get_info()
     return (
         f"{torch.cuda.get_device_name()} has no memory left ({(total - free) / 2**30:.1f} of"
         f" {total / 2**30:.1f} GiB are in use) in a pass over {images} images: set"
-        f" gradient_accumulation_steps={2 * parts} for half as many images in a pass, or"
-        f" global_batch_size={max(1, config.global_batch_size // 2)}"
+        f" {smaller}"
     )
 
 
@@ -325,7 +334,7 @@ def build_observers(
     return {
         "failures": monitor,
         **({} if training.config.shards is None else {"weights_hash": WeightsHash()}),
-        "ranks": Ranks(timer),
+        "ranks": Ranks(timer),  # before step_times, which ends the window of their timer
         "step_times": StepTimes(timer),
         **bars,
         "epoch_lines": EpochLines(),

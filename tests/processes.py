@@ -83,6 +83,7 @@ PACING = plugins("pacing", ROOT / "tests" / "chaos")
 
 
 _holders: deque[socket.socket] = deque()
+atexit.register(lambda: [holder.close() for holder in _holders])
 
 
 def held_port() -> int:

@@ -110,14 +110,26 @@ def test_own_code_that_raises_ends_the_job_with_its_name(
             "detached",
             "loss=wrong must return float values with a gradient",
         ),
-        ("mean", "the loss must return one value per sample, [12], and returns []"),
     ],
 )
 def test_a_loss_that_cannot_be_right_is_one_error(kind: str, message: str, tmp_path: Path) -> None:
-    words = ("loss=wrong", f"loss.kind={kind}")  # mean: only for a batch that is not of two samples
+    words = ("loss=wrong", f"loss.kind={kind}")
     done = launch(*TINY, *words, cwd=tmp_path, **plugins("broken_parts", TESTS))
     assert done.code == USER_ERROR, done.output
     assert message in done.output
+
+
+def test_a_loss_that_is_wrong_in_a_later_step_names_its_rank(tmp_path: Path) -> None:
+    words = (
+        "loss=wrong",
+        "loss.kind=mean",
+        "loss.rank=1",
+    )  # for a batch that is not of two samples
+    done = launch(*TINY, *words, ranks=2, cwd=tmp_path, **plugins("broken_parts", TESTS))
+    assert done.code == 1, done.output
+    assert re.search(r"rank 1 on \S+ failed first, in forward after step 0", done.output)
+    message = "RuntimeError: the loss must return one value per sample, [6], and returns []"
+    assert done.output.count(message) == 1, done.output
 
 
 def test_a_loss_that_is_wrong_on_one_rank_names_it(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ class Config:
         require(
             self.check.every_steps is None
             or (sync.supports_check and getattr(sync, "batch_norm", "local") == "local"),
-            f"check.every_steps={self.check.every_steps} needs one replica in each process, with its"
+            f"check.every_steps={self.check.every_steps} needs a replica in each process, with its"
             " own statistics: use sync=ddp with sync.batch_norm=local, or check.every_steps=null",
         )
         require(

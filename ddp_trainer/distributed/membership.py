@@ -344,7 +344,7 @@ class Membership:
             (current is None or entry.nonce in current.nonces)
             and not entry.is_waiting
             and not self._is_lost(entry, FORMING_SECONDS)
-            for entry, _ in self._seen.values()
+            for entry, _ in list(self._seen.values())  # the other thread adds processes
         )
 
     def _publish(self, members: Sequence[Process], former: Round | None) -> None:

@@ -42,7 +42,7 @@ class LaunchError(RuntimeError):
     """A rank failed; the message is the root cause."""
 
 
-def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -> Summary:
+def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = None) -> Summary:
     """Train on `num_ranks` processes of this machine, and return the summary.
 
     A script must call this below ``if __name__ == "__main__"``, because each rank imports the
@@ -66,7 +66,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | None = None) -
     modules = {type(section).__module__ for section in config.sections.values()} - {"__main__"}
     limit_spinning()
     prepare_torchrun()
-    run_dir = run_dir or Path(config.output_dir).expanduser() / config.name
+    run_dir = Path(run_dir or Path(config.output_dir).expanduser() / config.name)
     began = time.time()
     try:
         results = elastic_launch(launch_config(num_ranks, config.timeout_seconds), train_rank)(

@@ -101,9 +101,8 @@ class Ranks(Observer):
     def on_start(self, run: TrainingRun) -> None:
         world = run.world
         self.hosts = world.all_gather_object(socket.gethostname())
+        shares = world.all_gather_object(run.loaders.sampler.local_batch_size)
         if world.is_main and world.world_size > 1:
-            batch = range(run.config.global_batch_size)
-            shares = [len(batch[rank :: world.world_size]) for rank in range(world.world_size)]
             self.stragglers = StragglerFinder(PHASES, shares)
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(world.device)

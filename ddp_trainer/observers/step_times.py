@@ -73,7 +73,7 @@ class StepTimer:
                 place = OWN_WORK.index(phase)
                 steps[-1][place] += seconds
                 steps[-1][len(OWN_WORK) + place] += idle
-        return steps[-self.steps :] or [[0.0] * 2 * len(OWN_WORK)]
+        return steps[-self.steps :] if self.steps else [[0.0] * 2 * len(OWN_WORK)]
 
     def close_window(self, images_per_step: int) -> dict[str, float]:
         """Return the log values of the window by tag, and begin the next window.

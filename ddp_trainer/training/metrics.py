@@ -5,7 +5,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.world import World
 from ddp_trainer.optim.interfaces import Loss
 
@@ -18,12 +17,13 @@ def sum_of_losses(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
 
     logits: float32 [B, C]. labels: int64 [B], negative for a sample without a label; or float32
     [B, C], all zero for such a sample. `loss` gets 0 in place of a negative label.
-    Raises ConfigError if `loss` returns another shape than [B], which would be broadcast.
+    Raises RuntimeError if `loss` returns another shape than [B], which would be broadcast.
     """
     is_known = labels >= 0 if labels.ndim == 1 else labels.sum(1) > 0
     losses = loss(logits, labels.clamp(min=0))
     if losses.shape != is_known.shape:
-        raise ConfigError(
+        # not a ConfigError, which all ranks must raise
+        raise RuntimeError(
             f"the loss must return one value per sample, {list(is_known.shape)}, and returns"
             f" {list(losses.shape)}"
         )

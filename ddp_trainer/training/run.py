@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The next part of the loop after optimizer step `TrainingRun.step`, in order."""
+    """What the loop does after step `TrainingRun.step`: `step`, unless a rank was just lost."""
 
     control_point = 0
     evaluation = 1

@@ -83,7 +83,7 @@ class TrainStep:
         self.replica = sync.wrap(model)
         # The sum of losses is multiplied by W/G, for W ranks and a global batch of G images: the
         # mean over ranks is then the mean over images, even if ranks have different numbers.
-        self.loss_scale = world.world_size / settings.global_batch_size
+        self.mean_factor = world.world_size / settings.global_batch_size
         self.buffer_world = world
         """The ranks whose buffers, such as BatchNorm statistics, may differ from each other."""
         uses_fp16 = settings.autocast_dtype is torch.float16
@@ -196,7 +196,7 @@ class TrainStep:
         with self.autocast():
             logits = module(images)
         loss_sum = sum_of_losses(self.loss_per_sample, logits.float(), labels)
-        loss = self.scaler.scale(loss_sum * self.loss_scale)
+        loss = self.scaler.scale(loss_sum * self.mean_factor)
         return loss, loss_sum.detach(), logits.detach()
 
     def autocast(self) -> AbstractContextManager[object]:

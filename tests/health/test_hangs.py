@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 from conftest import IS_FULL
-from processes import clean_environment, launch, run_command, start_launch, torchrun, wait_for
+from processes import (
+    PACE,
+    PACING,
+    clean_environment,
+    launch,
+    run_command,
+    start_launch,
+    torchrun,
+    wait_for,
+)
 from runs import TINY
 
 from ddp_trainer.config.errors import ConfigError
@@ -108,8 +117,8 @@ def disturb(folder: Path, number: signal.Signals, rank: int, *, seconds: int) ->
 
 
 def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path: Path) -> None:
-    endless = [*TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run"]
-    job = start_launch(["-m", "ddp_trainer", *endless], ranks=2)
+    endless = [*TINY, "epochs=100000", f"output_dir={tmp_path}", "name=run", PACE]
+    job = start_launch(["-m", "ddp_trainer", *endless], ranks=2, **PACING)
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
         for _ in range(2):
@@ -159,13 +168,18 @@ def test_sigquit_shows_where_the_ranks_are_from_the_start_and_disturbs_nothing(
         "epochs=100000",
         f"output_dir={tmp_path}",
         "name=run",
+        PACE,
     ]
     output = tmp_path / "output"
     run_dir = tmp_path / "run"
     with (
         output.open("w") as file,
         subprocess.Popen(
-            command, env=clean_environment(), stdout=file, stderr=file, start_new_session=True
+            command,
+            env=clean_environment(**PACING),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         ) as job,
     ):
         try:

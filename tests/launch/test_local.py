@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from processes import (
+    EXAMPLES,
     end_with_descendants,
     launch,
     processes_with,
-    run_command,
     start_command,
     start_launch,
     wait_for,
-    with_path,
 )
 from runs import newest_step, read_summary
 
@@ -42,22 +41,20 @@ A_SUMMARY = Summary(
     backend="gloo",
     sync="ddp",
 )
-IN_A_NOTEBOOK = """
+IN_A_NOTEBOOK = f"""
+import sys
+sys.path += [{str(EXAMPLES)!r}, {str(TESTS / "chaos")!r}]
 from own_loss import FocalConfig
+from pacing import PaceConfig
 from ddp_trainer import Config, launch
 from ddp_trainer.config.models import LeNetConfig
 
-config = Config(model=LeNetConfig(), loss=FocalConfig(), epochs=1, max_steps=2, output_dir="runs")
-print("steps", launch(config, num_ranks=2).steps)
+config = Config(
+    model=LeNetConfig(), loss=FocalConfig(), observer={{"pace": PaceConfig()}}, epochs=100_000
+)
+launch(config, num_ranks=2, run_dir="run")
 """
-
-
-def test_the_ranks_know_a_loss_from_a_module_that_a_notebook_imports(tmp_path: Path) -> None:
-    examples = str(Path(__file__).parents[2] / "examples")
-    command = [sys.executable, "-c", f"import sys; sys.path.append({examples!r}){IN_A_NOTEBOOK}"]
-    done = run_command(command, cwd=tmp_path, deadline=200)
-    assert done.code == 0, done.output
-    assert "steps 2" in done.output
+"""A program without a file, like a cell of a notebook, and with a loss of another module."""
 
 
 JOB = """
@@ -139,16 +136,17 @@ def test_a_launch_that_was_stopped_at_once_has_no_summary_of_an_earlier_one(tmp_
         summary_since(began, tmp_path)
 
 
-def test_no_rank_outlives_a_launching_process_that_was_killed(job: str, tmp_path: Path) -> None:
+def test_ranks_know_a_loss_that_a_notebook_imports_and_do_not_outlive_its_kernel(
+    tmp_path: Path,
+) -> None:
     mark = f"THIS_TEST={tmp_path}"
     process = start_command(
-        [sys.executable, job, "long", "0"],
-        cwd=tmp_path,
-        PYTHONPATH=with_path(TESTS),
-        THIS_TEST=str(tmp_path),
+        [sys.executable, "-c", IN_A_NOTEBOOK], cwd=tmp_path, THIS_TEST=str(tmp_path)
     )
     try:
-        wait_for(lambda: newest_step(tmp_path / "outputs" / "run"))
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists())
+        config = (tmp_path / "run/config.yaml").read_text()
+        assert "own_focal" in config
         assert len(processes_with(mark)) >= 3
         process.kill()
         process.wait(timeout=30)

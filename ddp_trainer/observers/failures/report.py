@@ -40,7 +40,8 @@ class Reporter:
         name: the name of that file in the run directory. since: as for the function `report`.
         is_repeatable: whether the same command would fail again.
         """
-        newest = max((self._run_dir / "checkpoints").glob("step-*.pt"), default="none yet")
+        paths = (self._run_dir / "checkpoints").glob("step-*.pt")
+        newest = max(paths, key=lambda path: (len(path.stem), path.stem), default="none yet")
         lines = [*lines, f"{title}: {self.write(name, text)}"]
         whole = self._text(lines, checkpoint=str(newest), is_repeatable=is_repeatable)
         report(whole, self._environment, since=since)
