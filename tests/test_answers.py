@@ -207,6 +207,11 @@ def test_dashes_and_spaces_are_answered_with_what_to_write(words: str, answer: s
     assert answer in done.output.splitlines()[-1]
 
 
+def test_an_empty_value_before_an_option_is_no_mistake(tmp_path: Path) -> None:
+    done = launch("freeze", str(tmp_path / "x.json"), "name=x", "data.root=", "--cfg", "job")
+    assert "no spaces" not in done.output
+
+
 @pytest.mark.parametrize("words", ["", "verify run", "report run", "plan", "freeze x.json"])
 def test_a_current_directory_that_was_deleted(words: str, tmp_path: Path) -> None:
     command = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m ddp_trainer {words}"

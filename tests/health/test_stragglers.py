@@ -2,12 +2,18 @@
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from processes import on_ranks
+from runs import TINY, compose
 
+from ddp_trainer.config.schema import Config
+from ddp_trainer.observers import ranks
 from ddp_trainer.observers.ranks import Straggler, StragglerFinder, compare, median_of_others
+from ddp_trainer.training_run import run
 
 PHASES = ["data", "forward", "backward", "optimizer"]
 BLOCK = 10
@@ -194,3 +200,24 @@ def test_of_a_rank_that_is_slow_in_all_phases_the_longest_is_named() -> None:
         found = found_after(finder, times)[-1]
         assert found is not None
         assert (found.rank, found.phase) == (0, "backward")
+
+
+def shares_in_a_run(config: Config) -> list[int]:
+    """Return the shares of a batch that the finder of rank 0 gets; none on other ranks."""
+    found: list[int] = []
+
+    def build(phases: list[str], shares: list[int]) -> StragglerFinder:
+        found.extend(shares)
+        return StragglerFinder(phases, shares)
+
+    ranks.StragglerFinder = build  # type: ignore[assignment,misc]
+    run(config)
+    return found
+
+
+@pytest.mark.parametrize(("words", "shares"), [((), [5, 4, 4]), (("shards=4",), [3, 3, 7])])
+def test_the_shares_of_ranks_are_those_of_their_samples(
+    words: tuple[str, ...], shares: list[int], tmp_path: Path
+) -> None:
+    config = compose(*TINY, "global_batch_size=13", "max_steps=1", f"output_dir={tmp_path}", *words)
+    assert on_ranks(3, shares_in_a_run, config) == [shares, [], []]
