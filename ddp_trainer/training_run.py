@@ -25,7 +25,7 @@ from ddp_trainer.distributed.environment import Environment, installed_versions,
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.distributed.world import World
 from ddp_trainer.files import replace_text
-from ddp_trainer.observers.console import EpochLines, ProgressBar, logging_to
+from ddp_trainer.observers.console import EpochLines, ProgressBar, SkipWarning, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
 from ddp_trainer.observers.loggers.base import Loggers, build_loggers
@@ -326,6 +326,7 @@ def build_observers(
     config_observers = dict(training.config.observer)
     if training.config.report:
         config_observers.setdefault("report", ReportConfig())
+    is_skipping = training.train_step.settings.skips_nonfinite
     bars: dict[str, Observer] = {}
     if ProgressBar.is_wanted(training.world):
         bar = ProgressBar()
@@ -337,6 +338,7 @@ def build_observers(
         "ranks": Ranks(timer),  # before step_times, which ends the window of their timer
         "step_times": StepTimes(timer),
         **bars,
+        **({"skip_warning": SkipWarning()} if is_skipping else {}),
         "epoch_lines": EpochLines(),
         "pictures": Pictures(loggers),
         **build_each("observer", config_observers, training.world, returns=Observer),

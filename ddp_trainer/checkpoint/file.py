@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -18,18 +18,43 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_trainer.checkpoint.contents import check_archive, check_tensors, check_types
 from ddp_trainer.config.errors import one_line
-from ddp_trainer.distributed.world import World
+from ddp_trainer.distributed.world import World, record_progress
 from ddp_trainer.files import replace_file
 
 MAGIC = b"ddp_trainer/1 sha256 "
 TRAILER_BYTES = len(MAGIC) + 32
 CHUNK_BYTES = 2**20
+SYNC_BYTES = 2**26
 
 State = dict[str, Any]
 
 
 class DamagedCheckpointError(Exception):
     """A checkpoint file cannot be used; the message is the reason, to be written after the path."""
+
+
+class SyncedFile:
+    """A file that is on the disk up to the last `SYNC_BYTES`; each part of them is progress.
+
+    So a slow disk does not look like one that has stopped, and the sync at the end is short.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.flush = file.flush
+        self.unsynced = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write `data`, and return its number of bytes."""
+        view = memoryview(data)
+        for start in range(0, len(view), SYNC_BYTES):
+            self.unsynced += self.file.write(view[start : start + SYNC_BYTES])
+            if self.unsynced >= SYNC_BYTES:
+                self.file.flush()
+                os.fdatasync(self.file.fileno())
+                self.unsynced = 0
+            record_progress()
+        return len(view)
 
 
 def write_file(path: Path, state: State, *, folder: Path | None = None) -> None:
@@ -42,7 +67,7 @@ def write_file(path: Path, state: State, *, folder: Path | None = None) -> None:
     """
     try:
         with replace_file((folder or path.parent) / path.name) as file:
-            torch.save(state, file)
+            torch.save(state, cast(BinaryIO, SyncedFile(file)))
             file.seek(0)
             file.write(MAGIC + hashlib.file_digest(file, "sha256").digest())
         directory = os.open(folder or path.parent, os.O_RDONLY)
@@ -83,6 +108,7 @@ def read_state(path: Path) -> State:
             end = size - TRAILER_BYTES
             for start in range(0, end, CHUNK_BYTES):
                 digest.update(file.read(min(CHUNK_BYTES, end - start)))
+                record_progress()
             if digest.digest() != trailer[-32:]:
                 raise DamagedCheckpointError(
                     "does not match its checksum: the file was altered after it was written"

@@ -93,21 +93,15 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
                 handler.close()
 
 
-class EpochLines(Observer):
-    """Logs a line after each evaluation, and warns of the first skipped update of a launch."""
+class SkipWarning(Observer):
+    """Warns of the first skipped update of a launch, for on_nonfinite=skip."""
 
     def __init__(self) -> None:
         self.has_warned = False
-        self.first_step = 0
-        self.began = time.perf_counter()
-
-    def on_start(self, run: TrainingRun) -> None:
-        self.first_step = run.step
-        self.began = time.perf_counter()
 
     def on_log(self, run: TrainingRun) -> None:
-        skipped = run.values.get("optim/skipped_updates", 0.0)
-        if skipped and run.train_step.settings.skips_nonfinite and not self.has_warned:
+        skipped = run.values["optim/skipped_updates"]
+        if skipped and not self.has_warned:
             self.has_warned = True
             logger.warning(
                 "%g updates up to step %d were skipped, because their gradients are not finite:"
@@ -115,6 +109,18 @@ class EpochLines(Observer):
                 skipped,
                 run.step,
             )
+
+
+class EpochLines(Observer):
+    """Logs a line after each evaluation."""
+
+    def __init__(self) -> None:
+        self.first_step = 0
+        self.began = time.perf_counter()
+
+    def on_start(self, run: TrainingRun) -> None:
+        self.first_step = run.step
+        self.began = time.perf_counter()
 
     def on_evaluation(self, run: TrainingRun) -> None:
         place = f"epoch {run.epoch + 1}/{run.config.epochs}"

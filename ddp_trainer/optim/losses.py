@@ -1,6 +1,7 @@
 """The losses. Each returns one value per sample, so that the mean is exact at any world size."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,13 +14,7 @@ from ddp_trainer.optim.interfaces import Loss
 
 def build_cross_entropy(config: CrossEntropyConfig, *, class_counts: Tensor | None) -> Loss:
     """Return torch's cross-entropy with label smoothing. class_counts: not used."""
-
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(
-            logits, labels, reduction="none", label_smoothing=config.label_smoothing
-        )
-
-    return loss
+    return partial(cross_entropy, reduction="none", label_smoothing=config.label_smoothing)
 
 
 def build_focal(config: FocalConfig, *, class_counts: Tensor | None) -> Loss:

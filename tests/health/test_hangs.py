@@ -26,11 +26,13 @@ from processes import (
 )
 from runs import TINY
 
+from ddp_trainer.checkpoint.file import read_state
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.observers.failures.stacks import StackFile, parse, read_processes, stacks_of
 from ddp_trainer.observers.failures.status import RankStatus, absent_ranks, grouped_lines
 
 HANGING = str(Path(__file__).with_name("hanging.py"))
+SLOW_DISK = str(Path(__file__).with_name("slow_disk.py"))
 PHASES = {
     "loader": "data",
     "forward": "forward",
@@ -137,6 +139,34 @@ def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path
     ended = launch("doctor", str(tmp_path / "run"))
     error = f"error: no job of this user is running in {tmp_path / 'run'} on this host\n"
     assert (ended.code, ended.output) == (2, error)
+
+
+def test_a_disk_that_is_slow_is_not_one_that_hangs(tmp_path: Path) -> None:
+    """The second save waits for the first, for longer than a rank may stand still."""
+    done = launch(*words(tmp_path, 10), ranks=2, script=SLOW_DISK, PART=str(2**16), deadline=120)
+    assert done.code == 0, done.output
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.chaos
+@pytest.mark.fault("a rank fails while a slow disk has not yet written the checkpoint")
+def test_a_checkpoint_that_is_being_written_outlives_the_failure_of_another_rank(
+    tmp_path: Path,
+) -> None:
+    options = ("observer=[failing]", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
+    done = launch(
+        *words(tmp_path, 10),
+        *options,
+        ranks=2,
+        script=SLOW_DISK,
+        deadline=120,
+        PART=str(2**15),  # the write takes 12 s
+        FAIL="4",
+    )
+    assert done.code == 1, done.output
+    assert "rank 1 fails" in done.output
+    step = read_state(tmp_path / "run/checkpoints/step-00000003.pt")["step"]
+    assert step == 3
 
 
 def handles(pid: int, number: signal.Signals, *, launcher: int) -> bool:

@@ -36,6 +36,7 @@ from ddp_trainer.distributed.world import (
     RoundEndedError,
     World,
     is_waiting,
+    progress_count,
     record_progress,
 )
 from ddp_trainer.observers.failures.report import REPORTED, Reporter, error_lines
@@ -67,6 +68,9 @@ GRACE_SECONDS = 5.0
 """How long a rank that is not the root cause waits for the launcher's SIGTERM.
 
 After SIGTERM it exits with 0. Without SIGTERM, the monitor's thread ends it with exit status 1.
+"""
+LEAVE_SECONDS = 25.0
+"""How long such a rank may still make progress, to finish a checkpoint: torchrun kills after 30 s.
 """
 EMIT_SECONDS = 2.0
 """How long `emit_failure` may take, because a file system may not answer."""
@@ -197,7 +201,7 @@ class FailureMonitor(Observer):
         self._stacks.answer()
         if has_root_cause:
             self._emit_failure()
-            if not self._done.wait(GRACE_SECONDS):
+            if not self._leave():
                 if self._board.is_forged():
                     self._reporter.report([FORGED], title="the same", name="hang.log", text=FORGED)
                     os._exit(1)
@@ -211,6 +215,19 @@ class FailureMonitor(Observer):
                 self._end_job(failure)
         if self._stacks.file.has_grown():  # by SIGQUIT
             self._show_stacks()
+
+    def _leave(self) -> bool:
+        """Wait for the end of the main thread as long as it, or a save, makes progress.
+
+        Returns False if there was none for `GRACE_SECONDS`, or after `LEAVE_SECONDS`.
+        """
+        deadline = time.monotonic() + LEAVE_SECONDS
+        count = -1
+        while count != progress_count() and time.monotonic() < deadline:
+            count = progress_count()
+            if self._done.wait(GRACE_SECONDS):
+                return True
+        return False
 
     def _check_neighbour(self, elapsed: float) -> None:
         """End the job if the next rank sends no heartbeats any more."""
