@@ -1,13 +1,11 @@
-"""Settings of memory allocator and garbage collector for speed, and the number of usable cores."""
+"""Settings of the memory allocator and the garbage collector for speed."""
 
 import ctypes
 import gc
-import os
 import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -45,15 +43,3 @@ def disable_gc() -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use, by its affinity and its container's quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

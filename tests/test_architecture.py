@@ -17,7 +17,17 @@ from processes import clean_environment
 import ddp_trainer
 
 PACKAGE = Path(ddp_trainer.__file__).parent
-LEAVES = {"version", "timing", "runtime", "progress", "registry", "config", "files", "output"}
+LEAVES = {
+    "version",
+    "timing",
+    "runtime",
+    "cores",
+    "progress",
+    "registry",
+    "config",
+    "files",
+    "output",
+}
 RANKS = LEAVES | {"distributed"}
 PARTS = {"data", "models", "optim", "sync", "checkpoint"}
 CORE = RANKS | PARTS | {"training"}
@@ -25,6 +35,7 @@ MAY_IMPORT = {
     "version": set[str](),
     "timing": set[str](),
     "runtime": set[str](),
+    "cores": set[str](),
     "progress": set[str](),
     "registry": set[str](),
     "config": {"registry"},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.config.images import DataConfig
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.dataset import (
     Datasets,
@@ -22,7 +23,6 @@ from ddp_trainer.data.readers import SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler
 from ddp_trainer.data.sampling import build_draw
 from ddp_trainer.distributed.world import World
-from ddp_trainer.runtime import usable_cores
 
 
 class ResidentReader:
