@@ -259,6 +259,7 @@ def build_run(
         check_state=check_state,
     )
     stack.callback(checkpoints.close)
+    monitor.is_saving = checkpoints.is_writing
     with explain_full_memory(
         batch_size=config.global_batch_size, num_parts=config.gradient_accumulation_steps
     ):

@@ -174,6 +174,10 @@ class CheckpointStore:
         if self._pending is not None:
             self._pending.result()
 
+    def is_writing(self) -> bool:
+        """Return whether a save is not yet on disk."""
+        return self._pending is not None and not self._pending.done()
+
     def check_saved(self) -> None:
         """Wait for the last save, and check that it is on disk. Only rank 0 calls this.
 

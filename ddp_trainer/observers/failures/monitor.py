@@ -69,9 +69,8 @@ GRACE_SECONDS = 5.0
 
 After SIGTERM it exits with 0. Without SIGTERM, the monitor's thread ends it with exit status 1.
 """
-LEAVE_SECONDS = 25.0
-"""How long such a rank may still make progress, to finish a checkpoint: torchrun kills after 30 s.
-"""
+SAVE_SECONDS = 25.0
+"""How long such a rank may go on to write a checkpoint; torchrun kills it after 30 s."""
 EMIT_SECONDS = 2.0
 """How long `emit_failure` may take, because a file system may not answer."""
 LOST_PEER = (
@@ -112,6 +111,8 @@ class FailureMonitor(Observer):
         self.step = 0
         self.remove_rank: Callable[[int], None] | None = None
         """Ends a rank without which the training goes on; None: it cannot go on."""
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Returns whether this rank writes a checkpoint now."""
         self.emit_failure: Callable[[], None] = lambda: None
         """Called once on each rank that is still able to, before the job ends with a failure.
 
@@ -217,17 +218,18 @@ class FailureMonitor(Observer):
             self._show_stacks()
 
     def _leave(self) -> bool:
-        """Wait for the end of the main thread as long as it, or a save, makes progress.
+        """Wait for the end of the main thread; return False if it does not end in time.
 
-        Returns False if there was none for `GRACE_SECONDS`, or after `LEAVE_SECONDS`.
+        It gets `GRACE_SECONDS`, and while a checkpoint is written, up to `SAVE_SECONDS`.
         """
-        deadline = time.monotonic() + LEAVE_SECONDS
+        deadline = time.monotonic() + SAVE_SECONDS
         count = -1
-        while count != progress_count() and time.monotonic() < deadline:
+        while not self._done.wait(GRACE_SECONDS):
+            is_stuck = count == progress_count()
+            if is_stuck or not self.is_saving() or time.monotonic() > deadline:
+                return False
             count = progress_count()
-            if self._done.wait(GRACE_SECONDS):
-                return True
-        return False
+        return True
 
     def _check_neighbour(self, elapsed: float) -> None:
         """End the job if the next rank sends no heartbeats any more."""
@@ -356,7 +358,10 @@ class FailureMonitor(Observer):
                 lines = [self._loss(status) for status in silent]
                 # earlier than the error files that these ranks wrote in advance
                 since = min(status.heartbeat for status in silent) - HEARTBEAT_SECONDS
-            is_root_cause = self._board.claim_root_cause()
+            # asked before this rank claims it, too
+            is_forged = self._board.has_root_cause() and self._board.is_forged()
+            lines = [FORGED] if is_forged else lines
+            is_root_cause = self._board.claim_root_cause() or is_forged
         except dist.DistError:  # the store has ended: no other rank can be asked
             is_root_cause = True
         if is_root_cause:
