@@ -42,13 +42,17 @@ class SyncedFile:
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.flush = file.flush
+        self.digest = hashlib.sha256()
+        """The checksum of all that was written."""
         self.unsynced = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write `data`, and return its number of bytes."""
         view = memoryview(data)
         for start in range(0, len(view), SYNC_BYTES):
-            self.unsynced += self.file.write(view[start : start + SYNC_BYTES])
+            part = view[start : start + SYNC_BYTES]
+            self.digest.update(part)
+            self.unsynced += self.file.write(part)
             if self.unsynced >= SYNC_BYTES:
                 self.file.flush()
                 os.fdatasync(self.file.fileno())
@@ -67,9 +71,9 @@ def write_file(path: Path, state: State, *, folder: Path | None = None) -> None:
     """
     try:
         with replace_file((folder or path.parent) / path.name) as file:
-            torch.save(state, cast(BinaryIO, SyncedFile(file)))
-            file.seek(0)
-            file.write(MAGIC + hashlib.file_digest(file, "sha256").digest())
+            synced = SyncedFile(file)
+            torch.save(state, cast(BinaryIO, synced))
+            file.write(MAGIC + synced.digest.digest())
         directory = os.open(folder or path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)  # because a rename survives a power failure only after this

@@ -1,5 +1,6 @@
 """Builds and checks data sets."""
 
+from collections import Counter
 from collections.abc import Sequence, Sized
 
 import torch
@@ -45,11 +46,8 @@ def check(datasets: Datasets, config: DataConfig) -> None:
         isinstance(names, Sequence) and all(isinstance(name, str) for name in names),
         f"data={config.name}: class_names must be a sequence of texts and is {one_line(names)}",
     )
-    repeated = one_line(sorted({name for name in names if list(names).count(name) > 1}))
-    require(
-        len(set(names)) == len(names),
-        f"data={config.name}: class_names has a name twice: {repeated}",
-    )
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+    require(not repeated, f"data={config.name}: class_names has a name twice: {one_line(repeated)}")
     num_classes = len(names)
     try:
         check_split(datasets.train, "train", num_classes=num_classes)

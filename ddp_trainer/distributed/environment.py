@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_trainer.config.errors import ConfigError, require
-from ddp_trainer.cores import usable_cores as usable_cores
 from ddp_trainer.version import __version__
 
 SIOCGIFADDR = 0x8915

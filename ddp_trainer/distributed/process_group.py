@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ddp_trainer.config.errors import ConfigError, TransientError, one_line, require
 from ddp_trainer.config.schema import Backend, Device
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.distributed.environment import (
     Environment,
     check_interface,
     set_interface,
-    usable_cores,
 )
 from ddp_trainer.distributed.membership import Membership, Round
 from ddp_trainer.distributed.rendezvous import announce_busy, join_round

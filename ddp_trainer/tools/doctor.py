@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.distributed.environment import (
     installed_versions,
     interface_towards,
     read_environment,
-    usable_cores,
 )
 from ddp_trainer.distributed.world import World
 from ddp_trainer.launchers.fitness import UNITS, measure_fitness

@@ -137,7 +137,7 @@ def control_point(run: TrainingRun) -> bool:
     run.has_requested_save = False
     if decision.has_bad_samples:
         run.bad_samples.gather()
-    if decision.requested_stop and not decision.stop:
+    if decision.requested_stop:
         run.share_stop_request()
     is_stop = decision.stop or decision.requested_stop
     is_end = is_stop or run.step == run.last_step_of_epoch

@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """What the loop does after step `TrainingRun.step`: `step`, unless a rank was just lost."""
+    """The next action of the loop after step `TrainingRun.step`; `step`, unless a rank was lost."""
 
     control_point = 0
     evaluation = 1
@@ -253,8 +253,8 @@ class TrainingRun:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a graceful stop ends this launch before the end of an epoch."""
-        return self.is_stopping and self.step < self.last_step_of_epoch
+        """Whether a graceful stop ends this launch before the end of an epoch and of training."""
+        return self.is_stopping and not self.is_trained and self.step < self.last_step_of_epoch
 
     @property
     def status(self) -> Status:

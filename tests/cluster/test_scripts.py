@@ -16,7 +16,7 @@ import pytest
 from processes import clean_environment, processes_with, run_command, wait_for
 from runs import TINY, read_summary
 
-from ddp_trainer.distributed.environment import usable_cores
+from ddp_trainer.cores import usable_cores
 
 LOCAL = str(Path(__file__).resolve().parents[2] / "launch" / "local.sh")
 AGENT = (sys.executable, "-m", "ddp_trainer.launchers.agent", "--rdzv-backend=bound")

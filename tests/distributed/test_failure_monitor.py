@@ -172,7 +172,10 @@ def raise_from_a_cause(rank: int, monitor: FailureMonitor) -> None:
         raise RuntimeError("observer=mine failed in on_step") from error
 
 
-def test_the_place_of_an_error_is_that_of_its_cause(tmp_path: Path) -> None:
+def test_a_report_has_the_place_of_the_cause_and_the_newest_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for step in (99_999_999, 100_000_000):  # the second one is the smaller text
+        (tmp_path / f"checkpoints/step-{step:08d}.pt").touch()
     code, (report,) = run_to_failure(raise_from_a_cause, tmp_path, ranks=1)
     assert code == [1]
     assert report.startswith("rank 0 on ")
@@ -182,6 +185,8 @@ def test_the_place_of_an_error_is_that_of_its_cause(tmp_path: Path) -> None:
         r"at \S+test_failure_monitor\.py:\d+ in observe\n",
         text["py_callstack"],
     )
+    newest = tmp_path / "checkpoints/step-100000000.pt"
+    assert f"last good checkpoint: {newest}\n" in text["py_callstack"]
 
 
 def lose_the_last_rank(rank: int, monitor: FailureMonitor) -> None:

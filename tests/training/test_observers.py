@@ -1,6 +1,8 @@
 """Observers: when they are called, what they may ask for, and what survives a resume."""
 
 import json
+import os
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ class RecorderConfig(ObserverConfig):
     stop_at: int | None = None
     """The step after which rank 1 asks to stop."""
     reason: str = "enough"
+    signals: bool = False
+    """Whether rank 1 also sends itself SIGTERM then."""
     save_at: int | None = None
     """The step after which rank 1 asks to save."""
     fail_at: int | None = None
@@ -56,6 +60,8 @@ class Recorder(Observer):
         if run.world.rank == run.world.world_size - 1:
             if run.step == self.config.stop_at:
                 run.request_stop(self.config.reason)
+                if self.config.signals:
+                    os.kill(os.getpid(), signal.SIGTERM)
             if run.step == self.config.save_at:
                 run.request_save()
         if run.world.is_main and run.step == self.config.fail_at:
@@ -148,6 +154,15 @@ def test_a_request_of_one_rank_stops_all_and_the_reason_is_recorded(tmp_path: Pa
     # Another config of the observer may let the training go on.
     assert on_ranks(3, train_with, RecorderConfig(), words) == ["finished"] * 3
     assert read_summary(tmp_path / "run")["steps"] == 16
+
+
+def test_a_request_counts_also_if_a_signal_comes_in_the_same_step(tmp_path: Path) -> None:
+    words = [f"output_dir={tmp_path}", "name=run", "log_every_steps=1"]
+    recorder = RecorderConfig(stop_at=5, signals=True)
+    assert on_ranks(2, train_with, recorder, words) == ["stopped_early"] * 2
+    summary = read_summary(tmp_path / "run")
+    assert (summary["stop_reason"], summary["steps"]) == ("enough", 5)
+    assert ("evaluation", 5) in [(e["event"], e["step"]) for e in events_of(tmp_path / "run", 1)]
 
 
 def test_an_empty_reason_stops_too(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError, path_error, require
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.data.dataset import BadImageError
 from ddp_trainer.data.images.file_index import Array
 from ddp_trainer.data.read_ahead import read_ahead
-from ddp_trainer.distributed.environment import usable_cores
 from ddp_trainer.files import lock_file
 from ddp_trainer.progress import show_progress
 

@@ -24,11 +24,11 @@ from ddp_trainer.config.errors import (
     setting,
 )
 from ddp_trainer.config.schema import Device
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.distributed.environment import (
     installed_versions,
     interface_towards,
     read_environment,
-    usable_cores,
 )
 from ddp_trainer.launchers.job_file import read_job
 from ddp_trainer.launchers.network import address_of, address_towards

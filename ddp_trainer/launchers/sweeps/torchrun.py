@@ -16,7 +16,8 @@ from pathlib import Path
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.errors import POSITIVE, ConfigError, TransientError, require, setting
 from ddp_trainer.config.schema import Device
-from ddp_trainer.distributed.environment import read_environment, usable_cores, visible_gpus
+from ddp_trainer.cores import usable_cores
+from ddp_trainer.distributed.environment import read_environment, visible_gpus
 from ddp_trainer.distributed.graceful_stop import GracefulStop
 from ddp_trainer.launchers.job_file import write_job
 from ddp_trainer.launchers.sweeps.base import Job, JobLauncher, last_error

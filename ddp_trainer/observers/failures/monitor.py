@@ -354,7 +354,7 @@ class FailureMonitor(Observer):
         lines = [self._own_status().line(outcome), *error_lines(error)]
         since = time.time()
         try:
-            if any(part in str(error) for part in LOST_PEER) and (silent := self._lost_ranks()):
+            if silent := self._lost_ranks(error):
                 lines = [self._loss(status) for status in silent]
                 # earlier than the error files that these ranks wrote in advance
                 since = min(status.heartbeat for status in silent) - HEARTBEAT_SECONDS
@@ -375,22 +375,29 @@ class FailureMonitor(Observer):
                 since=since,
                 is_repeatable=getattr(error, "is_repeatable", False),
             )
-            return True
+        else:
+            self._wait_for_stop()
+        return is_root_cause
+
+    def _wait_for_stop(self) -> None:
+        """Wait for the SIGTERM with which the launcher ends all ranks after a failure, and exit."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
-            if self._stop.is_set:  # by SIGTERM: the launcher ends all ranks after a failure
+            if self._stop.is_set:
                 self._exit(0)
             time.sleep(0.1)
-        return False
 
-    def _lost_ranks(self) -> list[RankStatus]:
+    def _lost_ranks(self, error: Exception) -> list[RankStatus]:
         """Return the last heartbeats of the ranks that send none for `MIN_SILENCE_SECONDS`.
 
-        The wait ends early if no rank is silent, or if there is a root cause.
+        Returns [] if `error` is not that of a collective. The wait ends early if no rank is silent,
+        or if there is a root cause.
 
         If torchrun stops this rank because of lost ranks, this ends the process without a report:
         torchrun prints the error files of the lost ranks.
         """
+        if not any(part in str(error) for part in LOST_PEER):
+            return []
         was_stopping = self._stop.is_set
         deadline = time.monotonic() + MIN_SILENCE_SECONDS
         silent = self._board.others()
