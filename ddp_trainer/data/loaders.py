@@ -11,13 +11,7 @@ from torch import Tensor
 from ddp_trainer.config.images import DataConfig
 from ddp_trainer.cores import usable_cores
 from ddp_trainer.data.augmentation import Augmentation, Normalize
-from ddp_trainer.data.dataset import (
-    Datasets,
-    ImageTensors,
-    Shape,
-    Split,
-    member,
-)
+from ddp_trainer.data.dataset import Datasets, ImageTensors, Shape, Split, member
 from ddp_trainer.data.mixing import draw_mix, mix_pairs
 from ddp_trainer.data.readers import SampleReader
 from ddp_trainer.data.sampler import GlobalBatchSampler

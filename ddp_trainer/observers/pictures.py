@@ -38,6 +38,7 @@ class Pictures(Observer):
         if run.step == 1 and self.loggers.loggers:
             with warning_of_failure("first batch"):
                 self.first_batch(run)
+        run.events.stop_calling("on_step", self)
 
     def on_evaluation(self, run: TrainingRun) -> None:
         # After epochs 1, 2, 4, 8 and so on: a long run gets few of these large pictures.

@@ -123,6 +123,11 @@ class Events:
         """Call `method` of each observer that overrides it; return the results by name."""
         return {name: self.call(name, method, *arguments) for name in self.names_by_method[method]}
 
+    def stop_calling(self, method: str, observer: Observer) -> None:
+        """Call `method` of `observer` no more."""
+        names = self.names_by_method[method]
+        self.names_by_method[method] = [n for n in names if self.observers[n] is not observer]
+
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         """Call `method` of the observer `name`; return its result.
 

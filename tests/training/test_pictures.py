@@ -28,6 +28,7 @@ from ddp_trainer.scores.pictures import (
     drawable,
     load_font,
 )
+from ddp_trainer.training.run import Events
 
 IDS = torch.zeros(1, dtype=torch.int64)
 TILE_HEIGHT = TILE + 12 + LINE
@@ -66,14 +67,25 @@ def test_the_first_batch_is_not_read_twice(tmp_path: Path) -> None:
     loggers: Any = SimpleNamespace(loggers={"one": None}, call=lambda *call: calls.append(call))
     data = SimpleNamespace(class_names=["cat"], train=ImageTensors(torch.zeros(1, 1, 2, 2), IDS))
     loaders = SimpleNamespace(train=None, datasets=data, preprocessing={"mean": [0], "std": [1]})
+    events = Events({"pictures": Pictures(loggers)})
+    batch = Batch(torch.zeros(1, 1, 2, 2), IDS, IDS)
     run: Any = SimpleNamespace(
-        step=1, batch=Batch(torch.zeros(1, 1, 2, 2), IDS, IDS), loaders=loaders, run_dir=tmp_path
+        step=1, batch=batch, loaders=loaders, run_dir=tmp_path, events=events
     )
-    Pictures(loggers).on_step(run)
+    events.emit("on_step", run)
     assert [call[1] for call in calls] == ["train/first_batch", "class sizes"]
     run.step = 2
-    Pictures(loggers).on_step(run)
+    events.emit("on_step", run)
     assert len(calls) == 2
+    assert events.names_by_method["on_step"] == []
+
+
+def test_the_first_batch_of_a_resumed_launch_is_not_recorded() -> None:
+    loggers: Any = SimpleNamespace(loggers={"one": None})
+    events = Events({"pictures": Pictures(loggers)})
+    run: Any = SimpleNamespace(step=7, events=events)
+    events.emit("on_step", run)
+    assert events.names_by_method["on_step"] == []
 
 
 @pytest.mark.parametrize("name", ["X", "W" * 90, "i" * 90, "sulphur-crested cockatoo"])
