@@ -11,18 +11,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import trials
 from processes import PACE, PACING, ROOT, launch, on_ranks, plugins, start_command, wait_for
 from runs import TINY, newest_checkpoint, read_summary, records
 from torch.distributed import TCPStore
 
+from ddp_trainer.checkpoint.file import State
 from ddp_trainer.config.errors import USER_ERROR
+from ddp_trainer.config.schema import Backend, Device
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.membership import Membership, Process, Round, start_time_of
+from ddp_trainer.distributed.process_group import process_group, shutdown
+from ddp_trainer.recovery import Held, restore_furthest
+from ddp_trainer.training.run import RecoveryState, Stage
 
 RANKS = 3
 JOB = (*TINY, "data.num_train=960", "recovery.min_ranks=1")
@@ -346,6 +353,59 @@ def test_only_a_lost_member_is_killed_and_not_its_successor(nonce: str) -> None:
         bystander.wait()
 
 
+# --- the state that the next group takes over -----------------------------------------------------
+
+
+def _restore(positions: list[tuple[int, Stage] | None]) -> list[Any]:
+    """Restore what ranks hold: at `positions`, by rank; return what this rank then has."""
+    options: dict[str, Any] = {"device": Device.cpu, "backend": Backend.gloo, "num_threads": 1}
+    with process_group(read_environment(), timeout_seconds=60, **options) as world:
+        held = None
+        if position := positions[world.rank]:
+            held = Held(
+                state={"step": position[0], "epoch": 0, "model": {"w": torch.tensor([world.rank])}},
+                stage=position[1],
+                is_best=world.rank == 1,
+                records=[["scalars", {"rank": world.rank}]],
+                records_after=world.rank,
+            )
+        taken: list[State] = []
+        store = SimpleNamespace(adopt=taken.append, restore=lambda state: "from a checkpoint")
+        run: Any = SimpleNamespace(world=world, checkpoints=store, stage=Stage.step)
+        run.progress = SimpleNamespace(is_best=False)
+        run.recovery = RecoveryState(store.restore)
+        state: Any = SimpleNamespace(load_state_dict=taken.append)
+        is_resumed = restore_furthest(run, state, held)
+        sources = [int(state["model"]["w"]) for state in taken]
+        recovery = run.recovery
+        records = [recovery.records_after, recovery.records]
+        return [is_resumed, sources, run.stage.name, run.progress.is_best, records]
+
+
+@pytest.mark.parametrize(
+    ("positions", "furthest"),
+    [
+        ([(3, Stage.step), (5, Stage.save), (4, Stage.step)], 1),
+        ([(5, Stage.evaluation), (5, Stage.save), (5, Stage.control_point)], 1),  # same step
+        ([None, (9, Stage.control_point), (9, Stage.step)], 2),  # rank 0 was started again
+        ([(2, Stage.save), None, None], 0),
+    ],
+)
+def test_all_take_over_the_state_of_the_furthest_rank(
+    positions: list[tuple[int, Stage] | None], furthest: int
+) -> None:
+    known = positions[furthest]
+    assert known is not None
+    records = [furthest, [["scalars", {"rank": furthest}]]]
+    expected = [True, [furthest] * 2, known[1].name, furthest == 1, records]
+    assert on_ranks(RANKS, _restore, positions) == [expected] * RANKS
+
+
+def test_ranks_that_hold_nothing_take_the_newest_checkpoint() -> None:
+    expected = ["from a checkpoint", [], "step", False, [0, []]]
+    assert on_ranks(RANKS, _restore, [None] * RANKS) == [expected] * RANKS
+
+
 # --- rounds ---------------------------------------------------------------------------------------
 
 NUM_ROUNDS = 200
@@ -353,11 +413,6 @@ NUM_ROUNDS = 200
 
 def _rounds() -> list[list[int]]:
     """Form one process group after another; return threads, sockets and pages after some."""
-    import torch.distributed as dist
-
-    from ddp_trainer.config.schema import Backend, Device
-    from ddp_trainer.distributed.process_group import process_group, shutdown
-
     environment = read_environment()
     store = next(dist.rendezvous("env://"))[0]
     members = Membership(
