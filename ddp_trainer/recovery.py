@@ -182,7 +182,7 @@ class Recovery(Rounds):
         return {"recovery": RecoveryLog(self)}
 
     def restore(self, run: TrainingRun, state: RunState) -> bool:
-        """Restore the furthest state of all ranks; return False if there is none. Collective."""
+        """Restore as `restore_furthest` does; from then on, this rank has a state. Collective."""
         is_resumed = restore_furthest(run, state, self.held)
         self.has_state = True
         return is_resumed

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.sync.base import flatten, unflatten
-from ddp_trainer.sync.buffers import flatten_buffers, floating_buffers, restore_buffers
+from ddp_trainer.sync.buffers import (
+    flatten_buffers,
+    floating_buffers,
+    restore_buffers,
+    restored_on_error,
+)
 from ddp_trainer.sync.shards import (
     PendingNode,
     SumOverRanks,
@@ -96,6 +101,8 @@ class ShardedStep(TrainStep):
         self.parameters = [p for p in self.model.parameters() if p.requires_grad][::-1]
         self.buckets = list(buckets_of(self.parameters))
         self.buffers = list(self.model.buffers())
+        self.before: list[Tensor] = []
+        """`buffers` before this step."""
         self.statistics = floating_buffers(self.model)
         self.nodes: list[list[Tensor]] = []
         """The sums of this rank's `largest_nodes`, except the one with the last shard."""
@@ -123,6 +130,10 @@ class ShardedStep(TrainStep):
         sizes = [len(part) for part in samples]
         return list(zip(images.split(sizes), labels.split(sizes), strict=True))
 
+    def compute(self, images: Tensor, labels: Tensor) -> Tensor:
+        with restored_on_error(self.buffers) as self.before:
+            return super().compute(images, labels)
+
     def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:
         """Set each ``.grad`` to the mean over the global batch; return the mean loss on rank 0.
 
@@ -130,11 +141,10 @@ class ShardedStep(TrainStep):
         the backward pass of the last shard goes on, ranks exchange the gradients that are ready.
         """
         parts = self.split(images, labels)
-        before = [buffer.clone() for buffer in self.buffers]
 
         def run(shard: int) -> Tensor:
-            if before:
-                torch._foreach_copy_(self.buffers, before)
+            if self.before:
+                torch._foreach_copy_(self.buffers, self.before)
             sums = self.run_shard(shard, *parts[shard - self.shards.start])
             return flatten([*(buffer.float() for buffer in self.statistics), sums])
 

@@ -400,7 +400,7 @@ def record_summary(summary: Summary, training: TrainingRun) -> None:
 
 
 def best_score(summary: Summary) -> str:
-    """Return the name and the best value of `select_by`."""
+    """Return split, metric and best value as text, such as "validation acc 0.9132"."""
     is_top1 = summary.select_by == "eval/top1"
     name = "acc" if is_top1 else summary.select_by.removeprefix("eval/")
     return f"{summary.eval_split} {name} {summary.best_value:.4f}"

@@ -1,5 +1,6 @@
 """Bad input is one error that names the key, the value, the rule and the fix."""
 
+import ctypes
 import gc
 import io
 import os
@@ -21,6 +22,10 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.messages import format_config_error
 from ddp_trainer.distributed.environment import Environment, read_environment
 from ddp_trainer.distributed.process_group import shutdown
+
+CAP_DAC_OVERRIDE = 1
+CAP_DAC_READ_SEARCH = 2
+"""The rights of root to read and to search any folder, from Linux's capability.h."""
 
 
 def not_a(group: str) -> str:
@@ -115,8 +120,19 @@ ARGUMENTS = {
     "epochs=[1": "'epochs=[1' cannot be read: ",
     'name="x': "'name=\"x' cannot be read: ",
     "epochs=1,2": (
-        "epochs=1,2 has several values: add --multirun to run each, or make it a list,"
-        " 'epochs=[1,2]'"
+        "epochs=1,2 has several values: add --multirun to run each, or give it one value (a decimal"
+    ),
+    "model=lenet,resnet18": "model=lenet,resnet18 has several values: add --multirun to run each, ",
+    "model=[lenet,resnet18]": (
+        "model=[lenet,resnet18] must be one choice: add --multirun to model=A,B to run each"
+    ),
+    "model.freeze=a,b": (
+        "model.freeze=a,b has several values: add --multirun to run each, or make it a list,"
+        " 'model.freeze=[a,b]'"
+    ),
+    "metric=auroc,topk": (
+        "metric=auroc,topk has several values: add --multirun to run each, or make it a list,"
+        " 'metric=[auroc,topk]'"
     ),
     "ema.decay=1": "ema.decay=1.0 must be greater than 0 and less than 1",
     "ema.decay=0": "ema.decay=0.0 must be greater than 0 and less than 1",
@@ -415,7 +431,58 @@ COMMANDS = {
     ),
     "export {run} check_images=-1": "check_images=-1 must be 0 or more",
     "export {run} format=onnx": "format=onnx needs onnxscript: pip install 'ddp_trainer[export]'",
+    "train device=cpu output_dir={folder} data=imagefolder data.root={folder}/{long}": (
+        "data.root={folder}/{long} must be a folder of images, and there is no such folder"
+    ),
+    "train device=cpu data={folder}/{long}": "data={folder}/{long} is not a valid choice: choose ",
+    "train device=cpu output_dir={folder} data=fashion_mnist data.root={folder}/{long}": (
+        "data.root={folder}/{long}: {folder}/{long}/train-images-idx3-ubyte.gz cannot be read (File"
+    ),
+    "train {tiny} model.weights={folder}/{long}": (
+        "model.weights={folder}/{long} cannot be read (File name too long)"
+    ),
+    "train job_file={folder}/{long}": "job_file={folder}/{long} cannot be read (File name",
 }
+
+
+def run_without_rights(commands: list[tuple[str, ...]]) -> list[tuple[Any, str, str]]:
+    """Run command lines as `run_commands` does; root may not read what its owner may not read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # the version of capabilities, this process
+    sets = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    for number in (0, 1):  # effective, permitted
+        sets[number] &= ~(1 << CAP_DAC_OVERRIDE | 1 << CAP_DAC_READ_SEARCH)
+    assert libc.capset(header, sets) == 0
+    return run_commands(commands, without=())
+
+
+def test_a_folder_that_may_not_be_entered_is_one_error(tmp_path: Path) -> None:
+    """A folder of somebody else, for which pathlib raises PermissionError in place of False."""
+    closed = tmp_path / "closed"
+    (closed / "train").mkdir(parents=True)
+    weights = closed / "weights.pt"
+    commands = {
+        ("data=imagefolder", f"data.root={closed}"): f"{closed} cannot be read (Permission denied)",
+        ("data=imagefolder", f"data.root={closed}/train"): (
+            f"data.root={closed}/train must be a folder of images, and there is no such folder"
+        ),
+        ("data=fashion_mnist", f"data.root={closed}"): (
+            f"data.root={closed}: {closed}/train-images-idx3-ubyte.gz cannot be read (Permission"
+        ),
+        (
+            f"model.weights={weights}",
+        ): f"model.weights={weights} cannot be read (Permission denied)",
+        ("verify", str(closed)): f"{closed} is not a run directory",
+    }
+    closed.chmod(0)
+    output = f"output_dir={tmp_path}"
+    lines = [words if "verify" in words else ("device=cpu", output, *words) for words in commands]
+    [results] = on_ranks(1, run_without_rights, lines)
+    closed.chmod(0o700)
+    for (code, error, _), message in zip(results, commands.values(), strict=True):
+        assert (code, error.count("\n")) == (2, 1), error
+        assert error.startswith(f"error: {message}")
 
 
 def test_a_mistake_in_any_command_is_one_error(digits_run: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.keys import free_keys, is_marked, known_keys
 from ddp_trainer.config.schema import Config
 
-CREDENTIALS = re.compile(r"://[^/?#\s@]+@")
-"""User and password in a URL."""
+CREDENTIALS = re.compile(r"://[^/?#\s]+@")
+"""User and password in a URL; the password may have the character @."""
 INTERPOLATION = re.compile(r"(\\*)\$\{")
 """What OmegaConf would replace, with the backslashes before it, which escape it."""
 

@@ -4,6 +4,7 @@
 rewords the errors that Hydra and OmegaConf raise while a config is composed.
 """
 
+import os
 import re
 import shlex
 import types
@@ -12,7 +13,6 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -104,12 +104,7 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
         )
         require(
             multirun or not override.is_sweep_override(),
-            f"{text} has several values: add --multirun to run each, or "
-            + (
-                f"quote it, {shlex.quote(quoted(text))}"
-                if is_text(key, known)
-                else f"make it a list, '{key}=[{text.partition('=')[2]}]'"
-            ),
+            f"{text} has several values: add --multirun to run each, or {_as_one(text, known)}",
         )
         section, _, name = key.rpartition(".")
         require(
@@ -125,6 +120,17 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
             _check_value(key, override.value(), text)
 
 
+def _as_one(text: str, known: Keys) -> str:
+    """Return how to write the setting `text`, in which Hydra sees several values, as one value."""
+    key, _, value = text.partition("=")
+    if is_text(key, known):
+        return f"quote it, {shlex.quote(quoted(text))}"
+    hint, _ = known.get(key, (None, None))
+    if hint is Any or {list, dict} & {get_origin(part) for part in (hint, *get_args(hint))}:
+        return f"make it a list, '{key}=[{value}]'"
+    return "give it one value (a decimal number has a point, as in 0.05)"
+
+
 def _check_value(key: str, value: Any, text: str) -> None:
     require(
         not isinstance(value, int) or abs(value) < 2**63, f"{text} must be between -2^63 and 2^63"
@@ -134,6 +140,10 @@ def _check_value(key: str, value: Any, text: str) -> None:
         key not in (*registry.GROUPS, "experiment")
         or all(isinstance(name, str) and name != "???" for name in names),
         f"{text} is not the name of a choice: python -m ddp_trainer --help lists all names",
+    )
+    require(
+        not isinstance(value, list) or key not in registry.SINGLE_GROUPS,
+        f"{text} must be one choice: add --multirun to {key}=A,B to run each",
     )
 
 
@@ -190,7 +200,7 @@ def _unknown_choice(error: MissingConfigException) -> str:
     if not names:
         return _first_line(error)
     fix = _architecture(choice) if group == "model" else ""
-    if group == "data" and Path(choice).expanduser().is_dir():
+    if group == "data" and os.path.isdir(os.path.expanduser(choice)):
         fix = f"data=imagefolder data.root={shlex.quote(choice)}"
     if fix:
         return f"{group}={choice} is not a valid choice: write {fix}"
@@ -214,7 +224,10 @@ def _architecture(name: str) -> str:
 
 
 def _composition(error: ConfigCompositionException, arguments: Sequence[str]) -> str:
-    """Reword the cause; name the file if Hydra's message begins with "In 'experiment/mine': "."""
+    """Return the message for `error`: its cause reworded, after the name of the file, if any.
+
+    For example, "In 'experiment/mine': …" becomes "experiment/mine.yaml: …".
+    """
     cause = error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException | ConfigCompositionException):
         return _first_line(error)

@@ -339,7 +339,11 @@ class Membership:
         return [e for e in entries if e.is_waiting and not self._is_lost(e, FORMING_SECONDS)]
 
     def _is_awaited(self, current: Round | None) -> bool:
-        """Return whether a process is still in the round `current`, or prepares for the first."""
+        """Return whether the next round must wait for a process that is not yet a candidate.
+
+        current: the last round, whose members must leave it or be lost; None: there was no round
+        yet, and processes still start.
+        """
         return any(
             (current is None or entry.nonce in current.nonces)
             and not entry.is_waiting

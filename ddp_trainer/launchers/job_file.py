@@ -31,7 +31,7 @@ def read_job(path: Path) -> tuple[Config, Path]:
         ConfigError, TransientError: the file cannot be read; `path_error` chooses the type.
     """
     require(
-        path.is_file() or not path.exists(),
+        os.path.isfile(path) or not os.path.exists(path),
         f"job_file={path} is a folder or a device: give the path of a file",
     )
     try:

@@ -55,7 +55,8 @@ def load_weights(model: nn.Module, file: str, *, num_classes: int) -> None:
         ) from error
     check_finite(file, {name: own[name] for name in state})
     new = ", ".join(key for key in own if key in head and key not in state) or "none"
-    unused = ", ".join(weights.unused[:MAX_NAMES]) + " …" * (len(weights.unused) > MAX_NAMES)
+    left = [*weights.unused, *(name for name in weights.state if name not in state)]
+    unused = ", ".join(left[:MAX_NAMES]) + " …" * (len(left) > MAX_NAMES)
     logger.info(
         "loaded %d tensors from %s%s; randomly initialized: %s; not used: %s",
         len(state),

@@ -6,6 +6,7 @@ state dict and the prefix that fit a model best.
 """
 
 import importlib
+import os
 import pickle
 import tarfile
 import zipfile
@@ -243,7 +244,8 @@ def read_content(path: Path) -> Any:
         ConfigError: the file cannot be read, or has a whole model in place of its weights.
     """
     require(
-        path.is_file() or not path.exists(), f"model.weights={path} is no regular file: give a file"
+        os.path.isfile(path) or not os.path.exists(path),
+        f"model.weights={path} is not a regular file: give a file",
     )
     try:
         if tarfile.is_tarfile(path):  # which torch would unpack, with links and rights
@@ -269,9 +271,10 @@ def read_content(path: Path) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # a file that is not a checkpoint may raise anything
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(
-            f"model.weights={path} cannot be read ({one_line(error)}): give a file saved by"
-            " torch.save or a .safetensors file"
+            f"model.weights={path} cannot be read ({reason}): give a file saved by torch.save or a"
+            " .safetensors file"
         ) from error
     values = [content, *(content.values() if isinstance(content, Mapping) else ())]
     for value in values:

@@ -101,9 +101,10 @@ class StepTimer:
         return statistics.median(self.rates) if self.rates else None
 
     def _spans(self) -> Iterator[tuple[Phase, float, float]]:
-        """End the current phase; yield each phase of the window, its seconds, and its idle seconds.
+        """End the current phase; yield each interval between two phase changes of the window.
 
-        Idle seconds are those in which this thread ran on no core; on a GPU they are 0.
+        An interval is its phase, its seconds, and its idle seconds, in which this thread ran on no
+        core. On a GPU, idle seconds are 0, and this call waits for the device.
         """
         self.enter(Phase.control_point)
         for (phase, start), (_, end) in pairwise(self.begins):

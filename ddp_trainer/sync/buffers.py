@@ -1,6 +1,6 @@
 """Buffers, such as BatchNorm statistics: a rank trains with its own ones; their mean is saved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +41,18 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
         yield own
     finally:
         restore_buffers(model, own)
+
+
+@contextmanager
+def restored_on_error(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield a copy of `buffers`, which an exception restores: the step may be taken again."""
+    kept = [buffer.clone() for buffer in buffers]
+    try:
+        yield kept
+    except BaseException:
+        if kept:  # with empty lists the function fails
+            torch._foreach_copy_(list(buffers), kept)
+        raise
 
 
 @contextmanager

@@ -56,12 +56,12 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
         return
 
     odd = rank_outside_majority(sums)
-    who = "the ranks hold different parameters"
+    who = "the parameters differ between ranks"
     if odd is not None:
-        who = f"rank {odd} holds other parameters than the rest"
+        who = f"the parameters of rank {odd} differ from those of the other ranks"
     raise DesynchronizedError(
-        f"{who} after step {step}, which is not saved: the cause is faulty memory, or code that "
-        "treats ranks differently"
+        f"{who} after step {step}, and are not saved: the memory or processor of a node is faulty,"
+        " or code treats ranks differently: resume on other nodes, or mend that code"
     )
 
 

@@ -165,9 +165,9 @@ def write_files(
             differences[name] = float(change.max()) if count else 0.0
             require(
                 differences[name] <= TOLERANCE,
-                f"{path} was not written: on {count} images its probabilities differ from the"
+                f"{path} was not written: on {count:,} images its probabilities differ from the"
                 f" checkpoint's by {differences[name]:.1e}, and at most {TOLERANCE:.0e} is allowed:"
-                " choose another format",
+                " choose other formats with format=…, or set check_images=0 to compare nothing",
             )
         compared = f"differs by at most {differences[name]:.1e} on {count:,} images"
         result = compared if count else "not compared"

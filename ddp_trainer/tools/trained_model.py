@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, State, read_state
+from ddp_trainer.checkpoint.store import step_files
 from ddp_trainer.config.composition import from_builtins
 from ddp_trainer.config.errors import ConfigError, require
 from ddp_trainer.config.keys import change_keys, free_keys
@@ -179,7 +180,7 @@ def read_checkpoint(run_dir: Path, checkpoint: str) -> tuple[Path, State]:
 
 def checkpoint_files(folder: Path) -> dict[str, list[Path]]:
     """Return the files to try, in order, for each name of a checkpoint: best, last, or a step."""
-    paths = sorted(folder.glob(f"step-{8 * '[0-9]'}.pt"), reverse=True)
+    paths = step_files(folder)
     files = {BEST: [folder / "best.pt"], LAST: paths}
     files |= {str(int(path.stem[5:])): [path] for path in paths}
     return {name: paths for name, paths in files.items() if any(path.is_file() for path in paths)}

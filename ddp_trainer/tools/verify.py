@@ -1,5 +1,6 @@
 """Checks of a run directory: files that are damaged or contradict each other."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -39,7 +40,7 @@ class RunFiles:
         reader.read_object("config.yaml", dict)
         self.summary = reader.read_object("summary.json", dict)
         self.records = list(reader.read_json_lines("metrics.jsonl"))
-        self.has_metrics = (run_dir / "metrics.jsonl").exists()
+        self.has_metrics = os.path.exists(run_dir / "metrics.jsonl")
         self.training_steps = [record["step"] for record in self.records if "train/loss" in record]
         self.damaged_files = reader.problems
         self.damaged_checkpoints: list[str] = []
@@ -78,7 +79,7 @@ def check_numbers(state: State) -> None:
 def check_files(files: RunFiles) -> Iterator[str]:
     """Yield an error text for each damaged text file, and one if config.yaml is missing."""
     yield from files.damaged_files
-    if not (files.run_dir / "config.yaml").exists():
+    if not os.path.exists(files.run_dir / "config.yaml"):
         yield "config.yaml is missing."
 
 
@@ -136,7 +137,7 @@ def is_uniform(config: dict[str, Any]) -> bool:
 def check_tensorboard(files: RunFiles) -> Iterator[str]:
     """Yield an error text if TensorBoard and metrics.jsonl have different training steps."""
     folder = files.run_dir / "tensorboard"
-    if not folder.is_dir() or not files.has_metrics:
+    if not os.path.isdir(folder) or not files.has_metrics:
         return
     # Imported here, because the import is slow.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

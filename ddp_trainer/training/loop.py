@@ -52,7 +52,7 @@ def fit(run: TrainingRun) -> Summary:
 
 def take_steps(run: TrainingRun) -> None:
     """Take the steps up to the end of the epoch or of the launch, or up to a stop. Collective."""
-    # After the loss of a rank, the furthest of the other ranks may be after its last step.
+    # After the loss of a rank, the training goes on where the furthest rank was.
     if run.stage is Stage.control_point and control_point(run):
         return
     if run.stage is not Stage.step:
@@ -86,7 +86,7 @@ def begin(run: TrainingRun) -> None:
 
 def begin_epoch(run: TrainingRun) -> None:
     """Prepare for the steps of a new epoch, or for the remaining steps of a resumed epoch."""
-    taken = run.step if run.stage is Stage.step else run.step - 1
+    taken = run.step if run.stage is Stage.step else run.step - 1  # without the one in progress
     run.epoch = taken // run.steps_per_epoch
     steps_done = run.step - run.epoch * run.steps_per_epoch
     run.results = None

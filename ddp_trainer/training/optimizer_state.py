@@ -15,7 +15,7 @@ def check_keys(optimizer: Optimizer, saved: dict[int, Any]) -> None:
         ValueError: something is missing, such as the momentum of a parameter.
     """
     for index, state in optimizer.state_dict()["state"].items():
-        if not state.keys() <= saved[index].keys():
+        if not state.keys() <= saved.get(index, {}).keys():
             raise ValueError(f"the optimizer's {', '.join(state)} of parameter {index} is missing")
 
 

@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The next action of the loop after step `TrainingRun.step`; `step`, unless a rank was lost."""
+    """The next action of the loop; a launch begins with `step`, and after a lost rank with any."""
 
     control_point = 0
     evaluation = 1
@@ -49,7 +49,7 @@ class Observer:
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called before the first step of a launch, after a checkpoint was restored."""
+        """Called after a checkpoint was restored, if there is a step to take in this launch."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""
@@ -61,7 +61,7 @@ class Observer:
         """Called after each optimizer step; ``run.step`` is its number, ``run.batch`` its batch."""
 
     def on_log(self, run: "TrainingRun") -> None:
-        """Called at each log point; ``run.values`` has the values of the record so far, by tag.
+        """Called at each log point, and if training diverges; ``run.values`` has values by tag.
 
         ``run.log({tag: value})`` adds values to the record, which loggers then write.
         """
@@ -73,17 +73,17 @@ class Observer:
         """Called after the state for a checkpoint was copied; the file may be written later."""
 
     def on_failure(self, run: "TrainingRun") -> None:
-        """Called once before the job ends with a failure; all observers together have two seconds.
+        """Called once before the job ends with a failure, unless the user's input is its cause.
 
-        The call is made in another thread, because the main thread may be in a collective that
-        never returns.
+        All observers together have two seconds. The call is made in another thread, because the
+        main thread may be in a collective that never returns.
         """
 
     def on_end(self, run: "TrainingRun") -> None:
         """Called at the end of a launch that did not fail, after all files were written."""
 
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
-        """Return numbers of this rank, equally many on every rank; called at each log point.
+        """Return numbers of this rank, always equally many on all ranks; called at log points.
 
         The all-reduce of the control point exchanges the numbers: in `on_log`,
         ``run.gathered(self)`` returns the numbers of all ranks. If training diverges at a control
@@ -146,7 +146,7 @@ class RecoveryState:
 
     def __init__(self, restore: Callable[[Any], bool]) -> None:
         self.is_on = False
-        """Whether the training goes on."""
+        """Whether this job goes on without ranks that are lost."""
         self.restore = restore
         """Restores a `RunState`; returns False if the training begins. Collective."""
         self.is_resumed = False
@@ -400,13 +400,13 @@ class Progress:
         """
         self.best = best
         sums = state["metric_sums"].to(self.world.device, copy=True)
-        sums[3] *= self.world.world_size
+        sums[3] *= self.world.world_size  # saved as a mean over ranks, see `total_sums`
         if self.world.is_main or self.has_whole_digest:
             self.digest.vector.copy_(state["digest"])
         if self.world.is_main:
             self.train_step.sums.vector += sums
         elif self.train_step.has_whole_sums:
-            self.train_step.sums.vector[:3] += sums[:3]
+            self.train_step.sums.vector[:3] += sums[:3]  # each rank has its own skipped updates
         self.skipped_updates = state["skipped_updates"]
         self.skipped_in_epoch = state["skipped_in_epoch"]
         self.earlier_seconds = state["seconds"]

@@ -228,7 +228,7 @@ class TrainStep:
         if statistics is not None:
             # Averaged gradients have the same norm on all ranks, so that all ranks skip the update
             # or none does. With local SGD, one rank may skip it; parameters are averaged later.
-            is_bad = ~norm.isfinite()
+            is_bad = ~norm.isfinite()  # optimizers that can skip read it as found_inf
             if not uses_scaler:
                 self.optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
             now = flatten_buffers(self.model)
@@ -299,7 +299,7 @@ class TrainStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`."""
+        """Restore a result of `state_dict`, except the optimizer's parameter groups."""
         groups = self.optimizer.state_dict()["param_groups"]  # those of the config, not the saved
         saved = state["optimizer"]["state"]
         check_keys(self.optimizer, saved)

@@ -307,6 +307,7 @@ def test_values_of_a_file_are_text(text: str, monkeypatch: pytest.MonkeyPatch) -
             "postgresql+psycopg://***@host/db?x=a@b",
         ),
         ("https://token@host", "https://***@host"),
+        ("https://user:pass@word@host/x", "https://***@host/x"),
         ("https://host/a@b", "https://host/a@b"),
         ("somebody@host", "somebody@host"),
     ],

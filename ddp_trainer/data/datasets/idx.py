@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.errors import ConfigError, path_error, require
 from ddp_trainer.data.dataset import ImageTensors
 
 KINDS = {3: "images", 1: "labels"}
@@ -28,7 +28,6 @@ def read_split(folder: Path, prefix: str) -> ImageTensors:
 def find_idx(folder: Path, name: str) -> Path:
     """Return the path of `name` in `folder` if that file exists, else the path of `name`.gz."""
     path = folder / name
-    # not Path.is_file, which raises PermissionError if access to the folder is denied
     return path if os.path.isfile(path) else folder / f"{name}.gz"
 
 
@@ -39,13 +38,17 @@ def read_idx(path: Path, *, dimensions: int) -> Tensor:
 
     Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
     """
-    require(path.is_file() or not path.exists(), f"{path} is no regular file")
+    require(os.path.isfile(path) or not os.path.exists(path), f"{path} is not a regular file")
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError, zlib.error) as error:  # gzip raises OSError for a wrong checksum
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read ({reason})") from error
+        message = f"{path} cannot be read ({reason})"
+        # gzip raises an OSError without a number for a wrong checksum
+        if isinstance(error, OSError) and error.errno is not None:
+            raise path_error(error, message) from error
+        raise ConfigError(message) from error
     header = 4 + 4 * dimensions
     require(
         data[:4] == bytes([0, 0, 8, dimensions]) and len(data) >= header,

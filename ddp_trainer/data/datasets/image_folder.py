@@ -97,7 +97,7 @@ def open_test_folder(config: ImageFolderConfig, class_names: list[str]) -> Image
     """
     root = root_folder(config)
     require(
-        (root / "test").is_dir(),
+        os.path.isdir(root / "test"),
         f"data.root={root} has no folder test: choose split=validation or split=train, or set"
         " data.root to another folder of images",
     )
@@ -128,7 +128,7 @@ def root_folder(config: ImageFolderConfig) -> Path:
     require(config.root is not None, "data.root is missing: give the folder of images, data.root=…")
     root = Path(os.path.expanduser(config.root or ""))
     require(
-        root.is_dir(),
+        os.path.isdir(root),
         f"data.root={config.root} must be a folder of images, and there is no such folder"
         + similar_folder(root),
     )
@@ -146,7 +146,7 @@ def similar_folder(path: Path) -> str:
 
 def existing_folders(root: Path, names: Sequence[str]) -> list[Path]:
     """Return the folders with one of `names` in `root` that exist."""
-    return [root / name for name in names if (root / name).is_dir()]
+    return [root / name for name in names if os.path.isdir(root / name)]
 
 
 def find_splits(root: Path, *, is_split: bool) -> list[Path]:
@@ -155,7 +155,7 @@ def find_splits(root: Path, *, is_split: bool) -> list[Path]:
     is_split: evaluation images are a part of the training images (`DataConfig.holds_out`).
     Raises ConfigError if a folder is missing.
     """
-    if not (root / "train").is_dir():
+    if not os.path.isdir(root / "train"):
         check_is_root(root, is_split=is_split)
         require(
             is_split,
@@ -186,7 +186,8 @@ def check_is_root(root: Path, *, is_split: bool) -> None:
     is_class = any(map(is_image, entries)) and sum(entry.is_dir() for entry in entries) < 2
     path = Path(os.path.abspath(root))
     split = path.parent if is_class else path
-    is_in_split = split.name in ("train", *EVALUATION_FOLDERS) and (split.parent / "train").is_dir()
+    has_train = os.path.isdir(split.parent / "train")
+    is_in_split = has_train and split.name in ("train", *EVALUATION_FOLDERS)
     if is_in_split and (is_class or not is_split):
         kind = "class" if is_class else "split"
         raise ConfigError(

@@ -380,7 +380,7 @@ class FailureMonitor(Observer):
         return is_root_cause
 
     def _wait_for_stop(self) -> None:
-        """Wait for the SIGTERM with which the launcher ends all ranks after a failure, and exit."""
+        """Exit at the launcher's SIGTERM; return if there is none within `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             if self._stop.is_set:

@@ -184,7 +184,7 @@ def similar_pairs(features: Features, thumbs: Array) -> Iterator[tuple[int, int,
 
 
 def crops(images: Tensor) -> Iterator[Tensor]:
-    """Yield the whole images, and five crops of them at the size of the images, [N, H, W]."""
+    """Yield the images, then five crops of them scaled to SIDE: float32 [N, SIDE, SIDE]."""
     yield images
     for x, y in ((0, 0), (-1, -1), (-1, 1), (1, -1), (1, 1)):
         room = 1 - CROP
