@@ -97,7 +97,7 @@ def test_what_is_no_file_of_its_own_is_refused(
         os.mkfifo(path)
     else:
         make_device(path)
-    reason = "is a hard link" if kind == "hard link" else "is no regular file"
+    reason = "is a hard link" if kind == "hard link" else "is not a regular file"
     assert f"{path} {reason}" in refused(*resume(run_dir), cwd=tmp_path)
     assert (tmp_path / "victim").read_text() == "mine"
 
@@ -266,9 +266,9 @@ def test_a_link_in_a_cache_is_refused(tmp_path: Path) -> None:
 def test_a_pipe_as_input_is_refused(run_dir: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     line = refused(*WORDS, f"model.weights={tmp_path}/pipe.png", cwd=tmp_path)
-    assert "is no regular file" in line
+    assert "is not a regular file" in line
     done = launch("predict", str(run_dir), f"{tmp_path}/pipe.png", cwd=tmp_path, deadline=40)
-    assert "pipe.png cannot be read: it is no regular file" in done.output
+    assert "pipe.png cannot be read: it is not a regular file" in done.output
 
 
 def test_a_log_that_cannot_be_opened_is_one_error(run_dir: Path, tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_verify_reads_only_files_of_the_run(kind: str, run_dir: Path, tmp_path: 
     refused("verify", str(run_dir), cwd=tmp_path)
     refused("verify", str(run_dir), str(run_dir), cwd=tmp_path)
     if kind == "pipe":
-        with pytest.raises(DamagedCheckpointError, match="is no regular file"):
+        with pytest.raises(DamagedCheckpointError, match="is not a regular file"):
             read_state(path)
 
 

@@ -97,7 +97,7 @@ def read_state(path: Path) -> State:
     """
     try:
         if path.exists() and not path.is_file():  # a pipe would be read for ever
-            raise DamagedCheckpointError("is no regular file")
+            raise DamagedCheckpointError("is not a regular file")
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TRAILER_BYTES))

@@ -83,7 +83,7 @@ def check_file(path: Path) -> None:
         status = os.lstat(path)
         is_file = stat.S_ISREG(status.st_mode)
         is_other = not (is_file or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode))
-        require(not is_other, f"{path} is no regular file: remove it")
+        require(not is_other, f"{path} is not a regular file: remove it")
         require(
             not (is_file and status.st_nlink > 1),
             f"{path} is a hard link, so that a write to it changes another file: replace it by a"

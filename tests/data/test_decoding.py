@@ -160,7 +160,7 @@ def test_a_pipe_in_place_of_an_image_is_a_bad_image(tmp_path: Path) -> None:
     index = load_index(tmp_path, tmp_path / "cache")
     (folder / "1.png").unlink()
     os.mkfifo(folder / "1.png")
-    with pytest.raises(BadImageError, match="it is no regular file"):
+    with pytest.raises(BadImageError, match="it is not a regular file"):
         index.read(0)
 
 

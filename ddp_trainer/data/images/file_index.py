@@ -49,7 +49,7 @@ def read_file(path: str | Path) -> Array:
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise BadImageError("it is no regular file")
+        raise BadImageError("it is not a regular file")
     if status.st_size > MAX_BYTES:
         raise BadImageError(f"it has {status.st_size:,} bytes, and the maximum is {MAX_BYTES:,}")
     return np.fromfile(path, np.uint8)
