@@ -23,7 +23,7 @@ count_ranks() {
         fi
     fi
     if [[ -z $ranks ]]; then
-        ranks=$("$python" -c 'from ddp_trainer.distributed.environment import usable_cores; print(usable_cores())')
+        ranks=$("$python" -c 'from ddp_trainer.cores import usable_cores; print(usable_cores())')
     fi
     [[ $ranks =~ ^[1-9][0-9]{0,4}$ ]] ||
         refuse "NPROC=$ranks must be a number of ranks, at least 1: unset NPROC for one rank per GPU or core"

@@ -124,7 +124,7 @@ ARGUMENTS = {
     ),
     "model=lenet,resnet18": "model=lenet,resnet18 has several values: add --multirun to run each, ",
     "model=[lenet,resnet18]": (
-        "model=[lenet,resnet18] must be one choice: add --multirun to model=A,B to run each"
+        "model=[lenet,resnet18] must be one choice: to run several, write --multirun model=A,B"
     ),
     "model.freeze=a,b": (
         "model.freeze=a,b has several values: add --multirun to run each, or make it a list,"

@@ -143,7 +143,7 @@ def _check_value(key: str, value: Any, text: str) -> None:
     )
     require(
         not isinstance(value, list) or key not in registry.SINGLE_GROUPS,
-        f"{text} must be one choice: add --multirun to {key}=A,B to run each",
+        f"{text} must be one choice: to run several, write --multirun {key}=A,B",
     )
 
 

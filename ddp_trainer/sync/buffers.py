@@ -45,7 +45,7 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
 
 @contextmanager
 def restored_on_error(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield a copy of `buffers`, which an exception restores: the step may be taken again."""
+    """Yield copies of `buffers`; an exception copies them back, so the step can be taken again."""
     kept = [buffer.clone() for buffer in buffers]
     try:
         yield kept

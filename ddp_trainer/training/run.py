@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The next action of the loop; a launch begins with `step`, and after a lost rank with any."""
+    """The next action of the loop: `step` when a launch begins, any after a rank was lost."""
 
     control_point = 0
     evaluation = 1
@@ -49,7 +49,7 @@ class Observer:
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called after a checkpoint was restored, if there is a step to take in this launch."""
+        """Called when a launch begins to train, after a checkpoint, if any, was restored."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""
@@ -61,7 +61,7 @@ class Observer:
         """Called after each optimizer step; ``run.step`` is its number, ``run.batch`` its batch."""
 
     def on_log(self, run: "TrainingRun") -> None:
-        """Called at each log point, and if training diverges; ``run.values`` has values by tag.
+        """Called at each log point, and if training diverges; ``run.values`` is the record so far.
 
         ``run.log({tag: value})`` adds values to the record, which loggers then write.
         """
@@ -73,7 +73,7 @@ class Observer:
         """Called after the state for a checkpoint was copied; the file may be written later."""
 
     def on_failure(self, run: "TrainingRun") -> None:
-        """Called once before the job ends with a failure, unless the user's input is its cause.
+        """Called once before a failure ends the job; not for Config-, Plugin- or TransientError.
 
         All observers together have two seconds. The call is made in another thread, because the
         main thread may be in a collective that never returns.
@@ -83,7 +83,7 @@ class Observer:
         """Called at the end of a launch that did not fail, after all files were written."""
 
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
-        """Return numbers of this rank, always equally many on all ranks; called at log points.
+        """Return this rank's numbers, a fixed count that all ranks share; called at log points.
 
         The all-reduce of the control point exchanges the numbers: in `on_log`,
         ``run.gathered(self)`` returns the numbers of all ranks. If training diverges at a control
@@ -258,7 +258,7 @@ class TrainingRun:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a graceful stop ends this launch before the end of an epoch and of training."""
+        """Whether a graceful stop, and no observer, ends this launch within an epoch."""
         return self.is_stopping and not self.is_trained and self.step < self.last_step_of_epoch
 
     @property
@@ -406,7 +406,7 @@ class Progress:
         if self.world.is_main:
             self.train_step.sums.vector += sums
         elif self.train_step.has_whole_sums:
-            self.train_step.sums.vector[:3] += sums[:3]  # each rank has its own skipped updates
+            self.train_step.sums.vector[:3] += sums[:3]  # rank 0 restores skipped updates for all
         self.skipped_updates = state["skipped_updates"]
         self.skipped_in_epoch = state["skipped_in_epoch"]
         self.earlier_seconds = state["seconds"]

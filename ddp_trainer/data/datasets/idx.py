@@ -34,7 +34,8 @@ def find_idx(folder: Path, name: str) -> Path:
 def read_idx(path: Path, *, dimensions: int) -> Tensor:
     """Return the array in an IDX file, gzipped or not: a uint8 tensor with `dimensions` dimensions.
 
-    Raises ConfigError if the file cannot be read, is truncated, or has other content (see `KINDS`).
+    Raises ConfigError or TransientError (see `path_error`) if the file cannot be read, ConfigError
+    if it is truncated or has other content (see `KINDS`).
 
     Source: the format's description at the end of LeCun, Cortes and Burges's MNIST page.
     """
