@@ -49,8 +49,10 @@ def refresh_statistics(run: TrainingRun) -> None:
             layer.reset_running_stats()
 
     run.loaders.sampler.set_epoch(run.epoch, steps - batches)
-    with eager(model):
-        run.train_step.measure_statistics(model, run.loaders.train, reset)
-    for layer, (momentum, count) in zip(layers, kept, strict=True):
-        layer.momentum = momentum
-        layer.num_batches_tracked = count
+    try:
+        with eager(model):
+            run.train_step.measure_statistics(model, run.loaders.train, reset)
+    finally:  # also if a rank is lost, after which this is done again
+        for layer, (momentum, count) in zip(layers, kept, strict=True):
+            layer.momentum = momentum
+            layer.num_batches_tracked = count
