@@ -23,8 +23,7 @@ NUM_IMAGES = 256
 def refresh_statistics(run: TrainingRun) -> None:
     """Give the evaluated model BatchNorm statistics of its weights, at the end of a short epoch.
 
-    They are the mean over the last batches of the epoch, of this rank. Gradients do not depend on
-    them, so that the training is the same with and without them.
+    They are this rank's mean over the last batches of the epoch. No gradient depends on them.
     """
     steps = run.steps_per_epoch
     model = run.train_step.models[-1]
