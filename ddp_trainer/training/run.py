@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The next action of the loop: `step` when a launch begins, any after a rank was lost."""
+    """The next action of the loop. A launch begins with `step`; after a lost rank it may be any."""
 
     control_point = 0
     evaluation = 1
@@ -49,7 +49,7 @@ class Observer:
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called when a launch begins to train, after a checkpoint, if any, was restored."""
+        """Called before training begins or resumes, also after a rank was lost or has joined."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""
@@ -61,9 +61,9 @@ class Observer:
         """Called after each optimizer step; ``run.step`` is its number, ``run.batch`` its batch."""
 
     def on_log(self, run: "TrainingRun") -> None:
-        """Called at each log point, and if training diverges; ``run.values`` is the record so far.
+        """Called at each log point, and if a loss diverges; ``run.values`` has values by tag.
 
-        ``run.log({tag: value})`` adds values to the record, which loggers then write.
+        ``run.log({tag: value})`` adds to this record, which loggers then write.
         """
 
     def on_evaluation(self, run: "TrainingRun") -> None:
@@ -73,7 +73,7 @@ class Observer:
         """Called after the state for a checkpoint was copied; the file may be written later."""
 
     def on_failure(self, run: "TrainingRun") -> None:
-        """Called once before a failure ends the job; not for Config-, Plugin- or TransientError.
+        """Called once before the job fails; not for ConfigError, PluginError or TransientError.
 
         All observers together have two seconds. The call is made in another thread, because the
         main thread may be in a collective that never returns.
@@ -83,7 +83,7 @@ class Observer:
         """Called at the end of a launch that did not fail, after all files were written."""
 
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
-        """Return this rank's numbers, a fixed count that all ranks share; called at log points.
+        """Return numbers of this rank, equally many on each rank and in each call, at log points.
 
         The all-reduce of the control point exchanges the numbers: in `on_log`,
         ``run.gathered(self)`` returns the numbers of all ranks. If training diverges at a control
@@ -258,7 +258,7 @@ class TrainingRun:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a graceful stop, and no observer, ends this launch within an epoch."""
+        """Whether a graceful stop, not an observer, ends this launch within an epoch."""
         return self.is_stopping and not self.is_trained and self.step < self.last_step_of_epoch
 
     @property

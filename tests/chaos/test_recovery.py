@@ -143,7 +143,7 @@ def test_killed_ranks_do_not_change_a_bit(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.fault("SIGKILL of a rank after it has changed BatchNorm's statistics", times=2)
 def test_killed_ranks_do_not_change_statistics(tmp_path: Path) -> None:
-    """In a step, and while they are measured at the end of an epoch of fewer than 20 steps."""
+    """Within a step, and while statistics are measured after a short epoch, here of 16 steps."""
     plan = "2:evaluation:32:0 1:gradient_sync:37:1"
     words = (*SHARDS, *BATCHNORM, "data.num_train=192", "epochs=3")
     check_same_bits(words, plan, tmp_path)
