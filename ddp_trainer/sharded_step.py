@@ -79,13 +79,6 @@ def take_gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient
 
 
-def unflatten_gradients(vector: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Set each ``.grad`` to its part of `vector`, [n], in the memory layout of the parameter."""
-    sizes = [parameter.numel() for parameter in parameters]
-    for parameter, part in zip(parameters, vector.split(sizes), strict=True):
-        parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
-
-
 class ShardedStep(TrainStep):
     """A training step over the shards of a rank."""
 
@@ -101,8 +94,6 @@ class ShardedStep(TrainStep):
         self.parameters = [p for p in self.model.parameters() if p.requires_grad][::-1]
         self.buckets = list(buckets_of(self.parameters))
         self.buffers = list(self.model.buffers())
-        self.before: list[Tensor] = []
-        """`buffers` before this step."""
         self.statistics = floating_buffers(self.model)
         self.nodes: list[list[Tensor]] = []
         """The sums of this rank's `largest_nodes`, except the one with the last shard."""
@@ -130,41 +121,41 @@ class ShardedStep(TrainStep):
         sizes = [len(part) for part in samples]
         return list(zip(images.split(sizes), labels.split(sizes), strict=True))
 
-    def compute(self, images: Tensor, labels: Tensor) -> Tensor:
-        with restored_on_error(self.buffers) as self.before:
-            return super().compute(images, labels)
-
     def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:
         """Set each ``.grad`` to the mean over the global batch; return the mean loss on rank 0.
 
         Other ranks return 0. BatchNorm's statistics become the mean of those of the shards. While
         the backward pass of the last shard goes on, ranks exchange the gradients that are ready.
         """
-        parts = self.split(images, labels)
+        with restored_on_error(self.buffers) as before:
+            parts = self.split(images, labels)
 
-        def run(shard: int) -> Tensor:
-            if self.before:
-                torch._foreach_copy_(self.buffers, self.before)
-            sums = self.run_shard(shard, *parts[shard - self.shards.start])
-            return flatten([*(buffer.float() for buffer in self.statistics), sums])
+            def run(shard: int) -> Tensor:
+                if before:
+                    torch._foreach_copy_(self.buffers, before)
+                sums = self.run_shard(shard, *parts[shard - self.shards.start])
+                return flatten([*(buffer.float() for buffer in self.statistics), sums])
 
-        def summands(shard: int) -> list[Tensor]:
-            others = run(shard)
-            return [*map(take_gradient, self.parameters), others]
+            def summands(shard: int) -> list[Tensor]:
+                others = run(shard)
+                return [*map(take_gradient, self.parameters), others]
 
-        *nodes, last = largest_nodes(self.shards, (0, self.num_shards))
-        self.nodes = [sum_node(node, summands) for node in nodes]
-        self.pending = PendingNode(last, summands)
-        self.running = []
-        others = run(self.shards[-1])  # calls `begin_bucket` for each bucket but the last
-        self.on_phase(Phase.gradient_sync)
-        for bucket in self.buckets[len(self.running) : -1]:  # those without any gradient
-            self.begin_bucket(bucket)
-        self.begin_bucket(self.buckets[-1], others)
-        *totals, last = (sum_.result() for sum_ in self.running)
-        gradients, statistics, sums = last.split([len(last) - len(others), len(others) - 4, 4])
-        for bucket, total in zip(self.buckets, [*totals, gradients], strict=True):
-            unflatten_gradients(total, self.parameters[bucket])
+            *nodes, last = largest_nodes(self.shards, (0, self.num_shards))
+            self.nodes = [sum_node(node, summands) for node in nodes]
+            self.pending = PendingNode(last, summands)
+            self.running = []
+            others = run(self.shards[-1])  # calls `begin_bucket` for each bucket but the last
+            self.on_phase(Phase.gradient_sync)
+            for bucket in self.buckets[len(self.running) : -1]:  # those without any gradient
+                self.begin_bucket(bucket)
+            self.begin_bucket(self.buckets[-1], others)
+            *totals, last = (sum_.result() for sum_ in self.running)
+        rest, statistics, sums = last.split([len(last) - len(others), len(others) - 4, 4])
+        gradients = list(map(torch.empty_like, self.parameters))
+        for bucket, total in zip(self.buckets, [*totals, rest], strict=True):
+            unflatten(total, gradients[bucket])
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
         unflatten(statistics / self.num_shards, self.statistics)
         self.sums.vector += sums
         return sums[0] * float(self.world.is_main) / self.settings.global_batch_size
