@@ -12,7 +12,6 @@ from ddp_trainer.config.models import ModelConfig
 from ddp_trainer.config.observers import ObserverConfig
 from ddp_trainer.config.optimizers import OptimizerConfig
 from ddp_trainer.config.schedulers import SchedulerConfig
-from ddp_trainer.config.schema import Config
 from ddp_trainer.config.sync import SyncConfig
 from ddp_trainer.registry import (
     register_dataset,
@@ -32,13 +31,15 @@ if TYPE_CHECKING:
     from ddp_trainer.distributed.world import World
     from ddp_trainer.launchers.local import LaunchError, launch
     from ddp_trainer.observers.loggers.base import Logger
+    from ddp_trainer.public_config import Config
     from ddp_trainer.sync.base import GradientSync
     from ddp_trainer.tools.classifier import Classifier, load
     from ddp_trainer.training.run import Observer, TrainingRun
     from ddp_trainer.training_run import run
 
-_IMPORTS_TORCH = {
+_IMPORTED_LATER = {
     "Classifier": "tools.classifier",
+    "Config": "public_config",
     "Datasets": "data.dataset",
     "GradientSync": "sync.base",
     "ImageTensors": "data.dataset",
@@ -91,6 +92,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Return the public object `name`, imported when first used, so that --help needs no torch."""
-    if name not in _IMPORTS_TORCH:
+    if name not in _IMPORTED_LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"ddp_trainer.{_IMPORTS_TORCH[name]}"), name)
+    return getattr(import_module(f"ddp_trainer.{_IMPORTED_LATER[name]}"), name)

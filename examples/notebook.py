@@ -3,9 +3,8 @@
 
 # %%
 from ddp_trainer import Config, launch, load
-from ddp_trainer.config.models import LeNetConfig
 
-config = Config(model=LeNetConfig(), epochs=4, global_batch_size=32, name="notebook")
+config = Config(model="lenet", epochs=4, global_batch_size=32, name="notebook")
 
 # %%
 # Train on two processes of this machine. Interrupt the cell to stop the training gracefully; run

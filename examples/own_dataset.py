@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_trainer import Config, DataConfig, Datasets, launch, register_dataset
-from ddp_trainer.config.data import FileAugmentConfig
-from ddp_trainer.config.models import LeNetConfig
+from ddp_trainer.schemas import FileAugmentConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +54,7 @@ def build_bars(config: BarsConfig) -> Datasets:
 
 
 if __name__ == "__main__":
-    config = Config(model=LeNetConfig(), data=BarsConfig(), epochs=4, global_batch_size=24)
-    config.optimizer.lr = 0.01
+    config = Config(
+        model="lenet", data="bars", optimizer={"lr": 0.01}, epochs=4, global_batch_size=24
+    )
     print(f"top-1 {launch(config, num_ranks=2).eval_top1:.4f}")

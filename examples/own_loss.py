@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ddp_trainer import Config, LossConfig, launch, register_loss
-from ddp_trainer.config.models import LeNetConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,8 +43,8 @@ def build_focal(
 
 if __name__ == "__main__":
     config = Config(
-        model=LeNetConfig(),
-        loss=FocalConfig(gamma=1.5),
+        model="lenet",
+        loss={"name": "own_focal", "gamma": 1.5},
         epochs=4,
         global_batch_size=32,
         name="own_loss",

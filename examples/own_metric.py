@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ddp_trainer import Config, MetricConfig, launch, register_metric
-from ddp_trainer.config.models import LeNetConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,8 +37,8 @@ def build_balanced(config: BalancedConfig) -> Callable[[Tensor, Tensor], float]:
 
 if __name__ == "__main__":
     config = Config(
-        model=LeNetConfig(),
-        metric={"own_balanced": BalancedConfig()},
+        model="lenet",
+        metric=["own_balanced"],
         epochs=4,
         global_batch_size=32,
         name="own_metric",

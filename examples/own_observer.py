@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_trainer import Config, Observer, ObserverConfig, TrainingRun, launch, register_observer
-from ddp_trainer.config.models import LeNetConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,8 +47,8 @@ class StopBelow(Observer):
 
 if __name__ == "__main__":
     config = Config(
-        model=LeNetConfig(),
-        observer={"stop_below": StopBelowConfig(loss=1.5)},
+        model="lenet",
+        observer={"stop_below": {"loss": 1.5}},
         epochs=50,
         name="own_observer",
     )

@@ -1,17 +1,15 @@
 """Train from Python on two ranks, and open the model: python examples/python_api.py
 
-Everything that the command line can set is a field of a dataclass here.
+The keys of the command line are the arguments of Config. Config.compose("model=lenet", "epochs=5")
+takes what the command line takes.
 """
 
 from ddp_trainer import Config, launch, load
-from ddp_trainer.config.data import DigitsConfig
-from ddp_trainer.config.models import LeNetConfig
-from ddp_trainer.config.optimizers import SGDConfig
 
 config = Config(
-    model=LeNetConfig(),
-    data=DigitsConfig(),
-    optimizer=SGDConfig(lr=0.1),
+    model="lenet",
+    data="digits",
+    optimizer={"name": "sgd", "lr": 0.1},
     epochs=5,
     global_batch_size=64,
     name="python_api",

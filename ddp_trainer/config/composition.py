@@ -100,9 +100,11 @@ def to_builtins(config: Any) -> Any:
         case Enum():
             return config.name
         case dict():
-            return {key: to_builtins(value) for key, value in config.items()}
-        case list():
+            return {str(key): to_builtins(value) for key, value in config.items()}
+        case list() | tuple():
             return [to_builtins(value) for value in config]
+        case _ if getattr(config, "shape", None) == ():  # a number of numpy or torch
+            return config.item()
     if is_dataclass(config):
         return {item.name: to_builtins(getattr(config, item.name)) for item in fields(config)}
     return config
@@ -119,9 +121,12 @@ def escaped(text: str) -> str:
 
 
 def map_text(change: Callable[[str], str], value: Any) -> Any:
-    """Return `value`, nested dicts and lists, with ``change(text)`` in place of each text."""
+    """Return `value`, nested dicts and lists, with ``change(text)`` in place of each text.
+
+    Keys become text, because YAML reads the name of a class such as 3 as a number.
+    """
     if isinstance(value, dict):
-        return {key: map_text(change, item) for key, item in value.items()}
+        return {str(key): map_text(change, item) for key, item in value.items()}
     if isinstance(value, list):
         return [map_text(change, item) for item in value]
     return change(value) if isinstance(value, str) else value
@@ -150,7 +155,10 @@ def from_builtins(tree: dict[str, Any]) -> Config:
                     " import the .py file that registers it"
                 )
             OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
-    result = OmegaConf.to_object(OmegaConf.merge(config, tree))
+    merged = OmegaConf.merge(config, tree)
+    for key in sorted(OmegaConf.missing_keys(merged)):
+        raise ConfigError(f"{key} is missing: give it a value")
+    result = OmegaConf.to_object(merged)
     assert isinstance(result, Config)
     return result
 

@@ -117,7 +117,7 @@ def check_overrides(arguments: Sequence[str], *, multirun: bool = False) -> None
             f"{text} is unknown: {section} is a list, set with {section}=[…]",
         )
         if not override.is_sweep_override():
-            _check_value(key, override.value(), text)
+            check_value(key, override.value(), text, known)
 
 
 def _as_one(text: str, known: Keys) -> str:
@@ -131,7 +131,13 @@ def _as_one(text: str, known: Keys) -> str:
     return "give it one value (a decimal number has a point, as in 0.05)"
 
 
-def _check_value(key: str, value: Any, text: str) -> None:
+def check_value(key: str, value: Any, text: str, known: Keys) -> None:
+    """Raise ConfigError for a value that is no mapping, if `key` cannot have it. text: key=value"""
+    hint, _ = known.get(key, (None, None))
+    require(
+        key in registry.GROUPS or not is_dataclass(hint),
+        f"{text} replaces a whole section: set the keys in it",
+    )
     require(
         not isinstance(value, int) or abs(value) < 2**63, f"{text} must be between -2^63 and 2^63"
     )

@@ -1,15 +1,18 @@
 """``launch(config, num_ranks=2)``: train on several processes of this machine, from Python."""
 
+import multiprocessing
 import os
 import shlex
 import sys
 import threading
 import time
 import uuid
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -18,7 +21,7 @@ from ddp_trainer import registry
 from ddp_trainer.config.composition import from_builtins, to_builtins
 from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, TransientError, require
 from ddp_trainer.config.plugins import load_plugins
-from ddp_trainer.config.schema import Config
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.distributed.environment import (
     end_with_launcher,
     exit_rank,
@@ -29,6 +32,7 @@ from ddp_trainer.distributed.environment import (
 from ddp_trainer.launchers.agent import error_text, prepare_torchrun, root_cause
 from ddp_trainer.launchers.job_file import summary_since
 from ddp_trainer.observers.failures.report import report, report_failure
+from ddp_trainer.public_config import Config, checked
 from ddp_trainer.training.summary import Status, Summary
 from ddp_trainer.training_run import run
 
@@ -36,6 +40,10 @@ SHUTDOWN_SECONDS = 300
 """Time limit for the ranks to save and end after Ctrl-C; before torch 2.12 there is no setting."""
 READ_SECONDS = 3.0
 """How long a stopped rank waits for the launching process to read its result."""
+MANY_RANKS = 2
+"""So many ranks for each core are no mistake."""
+IMPORTS_LAUNCH = 76
+"""The exit code of a rank that would launch again, because it imports a script without a guard."""
 
 
 class LaunchError(RuntimeError):
@@ -55,22 +63,35 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
         ConfigError: the config is not valid for this machine, data set or number of ranks.
         LaunchError: a rank failed, or could not start because of a condition that may go away.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as Process.start asks
+        os._exit(IMPORTS_LAUNCH)
     require(
-        isinstance(num_ranks, int) and num_ranks >= 1,
+        type(num_ranks) is int and num_ranks >= 1,
         f"num_ranks={num_ranks!r} must be a whole number, at least 1",
     )
-    config.check_world_size(num_ranks)
+    chosen = checked(config)
+    chosen.check_world_size(num_ranks)
+    cores = usable_cores()
+    if num_ranks > MANY_RANKS * cores and not torch.cuda.is_available():
+        text = f"num_ranks={num_ranks} on {cores} cores is slower than one rank for each core"
+        warnings.warn(text, stacklevel=2)
     is_script = hasattr(sys.modules["__main__"], "__file__")
+    for key, section in chosen.sections.items():
+        require(
+            is_script or type(section).__module__ != "__main__",
+            f"{key}={section.name} is registered in a cell, which ranks cannot import: write it to"
+            " a .py file (%%writefile FILE.py), and import that file here",
+        )
     command = shlex.join(["python", *sys.argv]) if is_script else "run the same cell"
     # the ranks import a script by themselves, but not the modules that a notebook imports
-    modules = {type(section).__module__ for section in config.sections.values()} - {"__main__"}
+    modules = {type(section).__module__ for section in chosen.sections.values()} - {"__main__"}
     limit_spinning()
     prepare_torchrun()
-    run_dir = Path(run_dir or Path(config.output_dir).expanduser() / config.name)
+    run_dir = Path(run_dir or Path(chosen.output_dir).expanduser() / chosen.name)
     began = time.time()
     try:
-        results = elastic_launch(launch_config(num_ranks, config.timeout_seconds), train_rank)(
-            to_builtins(config), str(run_dir), command, sorted(modules)
+        results = elastic_launch(launch_config(num_ranks, chosen.timeout_seconds), train_rank)(
+            to_builtins(chosen), str(run_dir), command, sorted(modules)
         )
     except SignalException:
         try:
@@ -134,6 +155,11 @@ def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[s
 def error_of(failure: ChildFailedError) -> Exception:
     """Return the error to raise: a ConfigError or LaunchError with the first rank's error text."""
     rank, first = failure.get_first_failure()
+    if first.exitcode == IMPORTS_LAUNCH:
+        return ConfigError(
+            f"{sys.argv[0]} calls launch again in each rank, because each rank imports the script:"
+            ' move the call below if __name__ == "__main__":'
+        )
     text = error_text(first)
     if text and first.exitcode == USER_ERROR:
         return ConfigError(text)

@@ -28,12 +28,15 @@ def build_balanced_accuracy(config: BalancedAccuracyConfig) -> Metric:
 
 
 def build_macro_f1(config: MacroF1Config) -> Metric:
-    """Return the metric macro F1: the mean F1 score over all classes that have samples."""
+    """Return the metric macro F1: the mean F1 score over the classes with samples or predictions.
+
+    The F1 score of a class that is predicted and has no sample is 0, as in scikit-learn.
+    """
 
     def macro_f1(probabilities: Tensor, labels: Tensor) -> float:
         correct, support, predicted = counts(probabilities, labels)
-        scores = 2 * correct / (support + predicted)
-        return float(scores[support > 0].mean())
+        total = support + predicted
+        return float((2 * correct / total)[total > 0].mean())
 
     return macro_f1
 

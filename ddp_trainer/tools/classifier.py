@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from ddp_trainer.data.images.decoding import decode
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
 from ddp_trainer.start import autocast_dtype, memory_format
+from ddp_trainer.tools.report.page import build_page
+from ddp_trainer.tools.report.runs import Run
 from ddp_trainer.tools.trained_model import BEST, TrainedModel, load_model
 
 Picture = str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
@@ -45,6 +48,7 @@ class Classifier:
         """device: None for the device of the config; ConfigError if this machine lacks it."""
         config = trained.config
         self.check_finite = trained.check_finite
+        self.run_dir = trained.run_dir
         self.class_names = trained.class_names
         self.preprocessing = trained.preprocessing
         self.device = device or choose_device(config.device, Backend.auto, Environment())[0]
@@ -103,6 +107,13 @@ class Classifier:
             names = [self.class_names[number] for number in numbers]
             pairs = list(zip(names, row, strict=True))
             yield Prediction(*pairs[0], pairs)
+
+    def _repr_html_(self) -> str:
+        """Return the report of the run, which a notebook shows, in a frame of its own."""
+        page = escape(build_page([Run(self.run_dir)]))
+        return (
+            f'<iframe sandbox="allow-scripts" srcdoc="{page}" width="100%" height="700"></iframe>'
+        )
 
 
 def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -> Classifier:

@@ -23,8 +23,7 @@ NUM_IMAGES = 256
 def refresh_statistics(run: TrainingRun) -> None:
     """Give the evaluated model BatchNorm statistics of its weights, at the end of a short epoch.
 
-    They are means over the last batches of the epoch, of this rank; with `shards` or SyncBatchNorm,
-    of all ranks. No gradient depends on them.
+    They are this rank's; with `shards` or SyncBatchNorm, all ranks'. No gradient depends on them.
     """
     steps = run.steps_per_epoch
     model = run.train_step.models[-1]

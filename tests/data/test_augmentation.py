@@ -1,8 +1,7 @@
 """Augmentation: drawn for the whole epoch alike on all ranks, and equal to a loop over images."""
 
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from ddp_trainer.config.images import AugmentConfig

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from processes import launch, succeed
 from runs import TINY, read_summary
 from torch import Tensor

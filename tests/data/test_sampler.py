@@ -3,8 +3,7 @@ every W-th.
 """
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.strategies import DrawFn
 from torch.utils.data import DataLoader, DistributedSampler
 

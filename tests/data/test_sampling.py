@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from processes import launch
 from runs import compose, kill_in_training, read_summary, records, train_on
 from test_manifest import build, root, rows_of, write_csv

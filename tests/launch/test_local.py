@@ -13,14 +13,15 @@ from processes import (
     end_with_descendants,
     launch,
     processes_with,
+    run_command,
     start_command,
     start_launch,
     wait_for,
 )
 from runs import newest_step, read_summary
 
-from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.schema import Config
+from ddp_trainer import Config, ConfigError
+from ddp_trainer.cores import usable_cores
 from ddp_trainer.launchers.job_file import summary_since
 from ddp_trainer.launchers.local import launch as launch_from_python
 from ddp_trainer.training.summary import Status, Summary
@@ -44,14 +45,11 @@ A_SUMMARY = Summary(
 IN_A_NOTEBOOK = f"""
 import sys
 sys.path += [{str(EXAMPLES)!r}, {str(TESTS / "chaos")!r}]
+import pacing
 from own_loss import FocalConfig
-from pacing import PaceConfig
 from ddp_trainer import Config, launch
-from ddp_trainer.config.models import LeNetConfig
 
-config = Config(
-    model=LeNetConfig(), loss=FocalConfig(), observer={{"pace": PaceConfig()}}, epochs=100_000
-)
+config = Config(model="lenet", loss=FocalConfig(), observer=["pace"], epochs=100_000)
 launch(config, num_ranks=2, run_dir="run")
 """
 """A program without a file, like a cell of a notebook, and with a loss of another module."""
@@ -60,21 +58,19 @@ launch(config, num_ranks=2, run_dir="run")
 JOB = """
 import sys
 
-from broken_parts import DivideConfig
+import broken_parts
 from ddp_trainer import Config, ConfigError, LaunchError, launch
-from ddp_trainer.config.data import SyntheticConfig
-from ddp_trainer.config.models import LeNetConfig
 
 KINDS = {
     "large": {"global_batch_size": 97},
-    "divide": {"observer": {"divide": DivideConfig(rank=1)}},
+    "divide": {"observer": {"divide": {"rank": 1}}},
     "long": {"epochs": 100_000},
     "resumed": {"epochs": 100_000, "max_steps": int(sys.argv[-1])},
 }
 
 if __name__ == "__main__":
-    data = SyntheticConfig(num_train=96, num_eval=31, height=12, width=12)
-    plain = {"model": LeNetConfig(), "data": data, "global_batch_size": 12, "name": "run"}
+    data = {"name": "synthetic", "num_train": 96, "num_eval": 31, "height": 12, "width": 12}
+    plain = {"model": "lenet", "data": data, "global_batch_size": 12, "name": "run"}
     try:
         summary = launch(Config(**plain | KINDS[sys.argv[1]]), num_ranks=2)
         print("summary", summary.status, summary.steps)
@@ -157,7 +153,77 @@ def test_ranks_know_a_loss_that_a_notebook_imports_and_do_not_outlive_its_kernel
         process.communicate(timeout=30)
 
 
-@pytest.mark.parametrize("num_ranks", [0, -3, 1.5, "2"])
+@pytest.mark.parametrize("num_ranks", [0, -3, 1.5, "2", True, None])
 def test_a_wrong_number_of_ranks_is_one_error(num_ranks: Any) -> None:
     with pytest.raises(ConfigError, match=r"^num_ranks=.* must be a whole number, at least 1$"):
         launch_from_python(Config(), num_ranks)
+
+
+def test_what_is_no_config_is_one_error() -> None:
+    with pytest.raises(ConfigError, match=r"^the config is of type dict and must be a Config: "):
+        launch_from_python({"epochs": 1})  # type: ignore[arg-type]
+
+
+def test_many_more_ranks_than_cores_are_a_warning() -> None:
+    num_ranks = 2 * usable_cores() + 1
+    with (
+        pytest.warns(UserWarning, match=rf"^num_ranks={num_ranks} on {usable_cores()} cores is "),
+        pytest.raises(ConfigError, match="must be at most the number of training samples"),
+    ):
+        launch_from_python(Config(global_batch_size=100_000), num_ranks)
+
+
+WITHOUT_GUARD = """
+from ddp_trainer import Config, launch
+launch(Config(model="lenet", epochs=1), num_ranks=3)
+"""
+RAISES = """
+from dataclasses import dataclass
+from ddp_trainer import Config, LossConfig, launch, register_loss
+
+
+@dataclass(kw_only=True)
+class MineConfig(LossConfig):
+    name: str = "mine"
+
+
+@register_loss("mine", MineConfig)
+def build(config, *, class_counts):
+    def loss(logits, labels):
+        return logits.no_such_method(labels)
+
+    return loss
+
+
+if __name__ == "__main__":
+    launch(Config(model="lenet", loss="mine", epochs=1), num_ranks=3)
+"""
+
+
+def run_script(text: str, folder: Path) -> tuple[int, list[str], float]:
+    """Run a script with `text` as a user does; return exit code, lines of its output, seconds."""
+    (folder / "job.py").write_text(text)
+    began = time.monotonic()
+    done = run_command([sys.executable, "job.py"], cwd=folder)
+    return done.code, done.output.splitlines(), time.monotonic() - began
+
+
+def test_a_script_without_a_guard_ends_with_the_line_that_is_missing(tmp_path: Path) -> None:
+    code, lines, seconds = run_script(WITHOUT_GUARD, tmp_path)
+    assert code == 1, lines
+    assert seconds < 20
+    assert lines[-1].endswith(
+        "ConfigError: job.py calls launch again in each rank, because each rank imports the script:"
+        ' move the call below if __name__ == "__main__":'
+    )
+    assert len(lines) < 12, lines
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_exception_in_a_users_code_is_shown_once(tmp_path: Path) -> None:
+    code, lines, _ = run_script(RAISES, tmp_path)
+    assert code == 1, lines
+    cause = "AttributeError: 'Tensor' object has no attribute 'no_such_method'"
+    assert sum(cause in line for line in lines) <= 2, lines
+    assert any(line.endswith("in loss: return logits.no_such_method(labels)") for line in lines)
+    assert len(lines) < 30, lines

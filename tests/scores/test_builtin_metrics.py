@@ -51,7 +51,7 @@ def test_scores_are_those_of_scikit_learn(block: int) -> None:
             warnings.simplefilter("ignore")  # of classes that are only predicted
             balanced = theirs.balanced_accuracy_score(labels, predictions)
             present = np.unique(labels)
-            f1 = theirs.f1_score(labels, predictions, labels=present, average="macro")
+            f1 = theirs.f1_score(labels, predictions, average="macro")
         found = ours(build_balanced_accuracy, BalancedAccuracyConfig(), number)
         assert found == pytest.approx(balanced, abs=1e-6)
         assert ours(build_macro_f1, MacroF1Config(), number) == pytest.approx(f1, abs=1e-6)

@@ -82,7 +82,10 @@ def error_lines(error: BaseException) -> list[str]:
     while cause.__cause__ is not None:  # raise … from cause
         cause = cause.__cause__
     frames = traceback.extract_tb(cause.__traceback__)[-1:]
-    places = [f"at {frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+    places = [
+        f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line or 'no source'}"
+        for frame in frames
+    ]
     return [f"{type(error).__name__}: {message}", *places]
 
 

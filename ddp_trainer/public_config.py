@@ -1,0 +1,183 @@
+"""`Config` for scripts and notebooks: it takes what the command line takes, by the same rules."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any, Self
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_trainer import registry
+from ddp_trainer.config import schema
+from ddp_trainer.config.composition import (
+    config_dir,
+    from_builtins,
+    register_configs,
+    to_builtins,
+    to_config,
+    to_saved,
+)
+from ddp_trainer.config.differences import flatten_keys
+from ddp_trainer.config.errors import ConfigError, require
+from ddp_trainer.config.keys import known_keys
+from ddp_trainer.config.messages import (
+    check_overrides,
+    check_value,
+    format_config_error,
+    quote_texts,
+)
+from ddp_trainer.config.plugins import load_plugins
+from ddp_trainer.distributed.environment import plugin_modules
+
+
+class Config(schema.Config):
+    """The config of one training run; the keys of the command line are the keyword arguments.
+
+    A group such as `model` takes the name of a choice, a mapping of its keys, or an object of a
+    schema: ``model="lenet"``, ``model={"name": "lenet", "init": "d2l"}``, ``model=LeNetConfig()``.
+    `metric`, `logger` and `observer` take a list of names, or a mapping from names to their keys.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is of a wrong type or breaks a rule.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, **values: Any) -> None:
+        plain = flatten_keys(to_builtins(values))
+        words = {key: f"{key}={in_yaml(value)}" for key, value in plain.items()}
+        known = known_keys()
+        with config_errors(words.values()):
+            for key, text in words.items():
+                check_value(key, plain[key], text, known)
+            config = from_builtins(tree_of(values))
+        for key, value in values_of(config).items():
+            setattr(self, key, value)
+
+    @classmethod
+    def compose(cls, *words: str) -> Self:
+        """Return the config that the command line composes from `words`, such as ``model=lenet``.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        load_plugins(plugin_modules())
+        register_configs()
+        with config_errors(words):
+            overrides = quote_texts(words)
+            check_overrides(overrides)
+            with initialize_config_dir(str(config_dir()), version_base="1.3"):
+                config = to_config(compose("config", overrides))
+        return cls(**values_of(config))
+
+    def __repr__(self) -> str:
+        """Return a call that makes this config, with the values that are not defaults."""
+        default = to_builtins(schema.Config())
+        default["name"] = f"{self.data.name}-{self.model.name}-{self.sync.name}"
+        values = changes(to_saved(self), default)  # without passwords
+        for name, group in registry.GROUPS.items():
+            values[name] = group_value(group, getattr(self, name))
+            if values[name] == group_value(group, getattr(schema.Config(), name)):
+                del values[name]
+        return f"Config({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
+
+def checked(config: Any) -> schema.Config:
+    """Return a checked copy of a `Config`, whose attributes may have been set since it was made.
+
+    Raises:
+        ConfigError: as `Config`, or `config` is an object of another class.
+    """
+    if type(config) is schema.Config:  # the command line has checked it
+        return config
+    require(
+        isinstance(config, Config),
+        f"the config is of type {type(config).__name__} and must be a Config: write"
+        " Config(epochs=5), for example",
+    )
+    return Config(**values_of(config))
+
+
+@contextmanager
+def config_errors(words: Iterable[str]) -> Iterator[None]:
+    """Turn errors of Hydra and OmegaConf into a ConfigError, which quotes one of `words`."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(format_config_error(error, [*words])) from None
+
+
+def values_of(config: schema.Config) -> dict[str, Any]:
+    """Return the values of all fields."""
+    return {item.name: getattr(config, item.name) for item in fields(config)}
+
+
+def in_yaml(value: Any) -> str:
+    """Return a plain value as the command line has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Config` as nested dicts, with the values of all groups."""
+    groups = {}
+    for name, group in registry.GROUPS.items():
+        default = getattr(schema.Config(), name)
+        value = values.get(name, default)
+        if group.several:
+            if not isinstance(value, Mapping):
+                value = {key: {} for key in ([value] if isinstance(value, str) else value)}
+            groups[name] = {key: section(group.key(key), part, key) for key, part in value.items()}
+        else:
+            groups[name] = section(name, value, default.name)
+    return to_builtins(dict(values)) | groups
+
+
+def section(key: str, value: Any, default: str) -> dict[str, Any]:
+    """Return a choice as nested dicts.
+
+    key: its config key. value: its name, a mapping of its keys, or an object of its schema.
+    default: the name of the choice that a mapping without a name is for.
+    """
+    group = key.partition(".")[0]
+    if isinstance(value, type):
+        raise ConfigError(f"{key}={value.__name__} is a class: write {value.__name__}()")
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        fix = "replaces a whole section: set the keys in it"
+        require(is_dataclass(value), f"{key}={in_yaml(value)} {fix}")
+        require(
+            registry.find(group, type(value)) is not None,
+            f"{key}={type(value).__name__}() is of a class that is not registered for {group}:"
+            f" register_{'dataset' if group == 'data' else group} does that",
+        )
+    tree = {"name": default, **to_builtins(value)}
+    if tree["name"] not in registry.choices(group):
+        load_plugins(plugin_modules())
+    if tree["name"] not in registry.choices(group):
+        raise MissingConfigException("", f"{group}/{tree['name']}")
+    return tree
+
+
+def group_value(group: registry.Group, value: Any) -> Any:
+    """Return the shortest value that makes `Config` choose `value` for `group`."""
+    parts = {}
+    for key, part in group.sections(value).items():
+        name = key.partition(".")[2]  # "" if the group has one choice
+        parts[name] = changes(to_saved(part), to_builtins(type(part)) | {"name": name})
+    if group.several:
+        return parts if any(parts.values()) else list(parts)
+    return parts[""]["name"] if len(parts[""]) == 1 else parts[""]
+
+
+def changes(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs in `tree` from `defaults`, both nested dicts."""
+    return {
+        key: changes(value, defaults[key]) if isinstance(defaults.get(key), dict) else value
+        for key, value in tree.items()
+        if value != defaults.get(key)
+    }
