@@ -84,12 +84,14 @@ class ShardedStep(TrainStep):
 
     def __init__(self, *arguments: Any, num_shards: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        world = self.world
         self.num_shards = num_shards
-        self.shards = shards_of(
-            self.world.rank, world_size=self.world.world_size, num_shards=num_shards
-        )
-        self.mean_factor = 1 / self.settings.global_batch_size
-        self.buffer_world = replace(self.world, rank=0, world_size=1)  # they are equal on all ranks
+        self.shards = shards_of(world.rank, world_size=world.world_size, num_shards=num_shards)
+        batch_size = self.settings.global_batch_size
+        samples = samples_of(self.shards, num_shards=num_shards, batch_size=batch_size)
+        self.sizes = list(map(len, samples))
+        self.mean_factor = 1 / batch_size
+        self.buffer_world = replace(world, rank=0, world_size=1)  # they are equal on all ranks
         # Backward computes the gradients of the last layers first.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad][::-1]
         self.buckets = list(buckets_of(self.parameters))
@@ -97,11 +99,9 @@ class ShardedStep(TrainStep):
         self.statistics = floating_buffers(self.model)
         self.nodes: list[list[Tensor]] = []
         """The sums of this rank's `largest_nodes`, except the one with the last shard."""
-        self.pending: PendingNode
+        self.pending: PendingNode | None = None  # before the passes of this rank's last shard
         self.running: list[SumOverRanks] = []
         """The sums of the buckets of this step that have begun."""
-        self.is_last = False
-        """Whether the backward pass of this rank's last shard is running."""
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
@@ -115,11 +115,7 @@ class ShardedStep(TrainStep):
 
     def split(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Split a rank's share of a batch into its shards."""
-        samples = samples_of(
-            self.shards, num_shards=self.num_shards, batch_size=self.settings.global_batch_size
-        )
-        sizes = [len(part) for part in samples]
-        return list(zip(images.split(sizes), labels.split(sizes), strict=True))
+        return list(zip(images.split(self.sizes), labels.split(self.sizes), strict=True))
 
     def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:
         """Set each ``.grad`` to the mean over the global batch; return the mean loss on rank 0.
@@ -140,6 +136,7 @@ class ShardedStep(TrainStep):
                 others = run(shard)
                 return [*map(take_gradient, self.parameters), others]
 
+            self.pending = None
             *nodes, last = largest_nodes(self.shards, (0, self.num_shards))
             self.nodes = [sum_node(node, summands) for node in nodes]
             self.pending = PendingNode(last, summands)
@@ -149,6 +146,8 @@ class ShardedStep(TrainStep):
             for bucket in self.buckets[len(self.running) : -1]:  # those without any gradient
                 self.begin_bucket(bucket)
             self.begin_bucket(self.buckets[-1], others)
+            for sum_ in self.running[-BUCKETS_AHEAD:]:
+                sum_.gather()
             *totals, last = (sum_.result() for sum_ in self.running)
         rest, statistics, sums = last.split([len(last) - len(others), len(others) - 4, 4])
         gradients = list(map(torch.empty_like, self.parameters))
@@ -169,14 +168,12 @@ class ShardedStep(TrainStep):
         sums = MetricSums(self.world.device)
         sums.add(loss_sum, logits, labels)
         self.on_phase(Phase.backward)
-        self.is_last = shard == self.shards[-1]
         loss.backward()
-        self.is_last = False
         return sums.vector.float()
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Begin the sums of buckets whose gradients are complete, in the order of the buckets."""
-        while self.is_last and len(self.running) < len(self.buckets) - 1:
+        while self.pending is not None and len(self.running) < len(self.buckets) - 1:
             bucket = self.buckets[len(self.running)]
             if any(parameter.grad is None for parameter in self.parameters[bucket]):
                 return
@@ -184,12 +181,13 @@ class ShardedStep(TrainStep):
 
     def begin_bucket(self, bucket: slice, *others: Tensor) -> None:
         """Begin the sum over ranks of the gradients in `bucket`, and of `others`."""
+        assert self.pending is not None
         summands = [*map(take_gradient, self.parameters[bucket]), *others]
         sums = [*(node[bucket] for node in self.nodes), self.pending.complete(bucket, summands)]
         parts = list(map(flatten, sums))
         self.running.append(SumOverRanks(parts, self.world, num_shards=self.num_shards))
-        for sum_ in self.running[:-BUCKETS_AHEAD]:
-            sum_.gather()
+        if len(self.running) > BUCKETS_AHEAD:
+            self.running[-1 - BUCKETS_AHEAD].gather()
 
     def measure_statistics(
         self, model: nn.Module, batches: Iterable[Batch], reset: Callable[[], None]
@@ -205,8 +203,9 @@ class ShardedStep(TrainStep):
             return [flatten_buffers(model)]
 
         sums = [sum_node(n, measure)[0] for n in largest_nodes(self.shards, (0, self.num_shards))]
-        total = SumOverRanks(sums, self.world, num_shards=self.num_shards).result()
-        restore_buffers(model, total / self.num_shards)
+        total = SumOverRanks(sums, self.world, num_shards=self.num_shards)
+        total.gather()
+        restore_buffers(model, total.result() / self.num_shards)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"weights_sha256": weights_sha256(self.model)}

@@ -3,15 +3,16 @@
 Floating-point sums depend on the order of their additions. Here a binary tree over the V shards
 fixes this order: the node [a, b) is the sum of the nodes [a, m) and [m, b), m = (a + b + 1) // 2. A
 rank computes a contiguous run of shards, and with it the nodes inside of this run. Each rank then
-completes one chunk of the elements, and sends it to the others. If the nodes of each rank are one
-whole subtree, a rank sends 2·(W − 1)/W·n elements for W ranks and n elements, like a ring.
+completes one chunk of the elements, and sends it to the others; of two ranks, each completes all,
+because that takes one exchange in place of two, of as many elements together. If the nodes of each
+rank are one whole subtree, a rank sends 2·(W − 1)/W·n elements for W ranks, like a ring.
 
 Source: Villa et al., Effects of Floating-Point Non-Associativity on Numerical Computations on
 Massively Multithreaded Systems, 2009, which names a fixed tree as a remedy.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -80,10 +81,15 @@ class PendingNode:
         return summands
 
 
+def chunks_of(vector: Tensor, world_size: int) -> Sequence[Tensor]:
+    """Return the elements that each rank completes: its part; if there are two ranks, all."""
+    return vector.tensor_split(world_size) if world_size > 2 else [vector] * world_size
+
+
 class SumOverRanks:
     """A sum over all shards that ranks compute together, in two exchanges, while they go on.
 
-    All ranks must create these objects and call their methods in the same order.
+    All ranks must create these objects, and call `gather` and then `result` of each, in one order.
     """
 
     def __init__(self, parts: Sequence[Tensor], world: World, *, num_shards: int) -> None:
@@ -91,42 +97,36 @@ class SumOverRanks:
         self.world = world
         self.root = (0, num_shards)
         self.total = torch.empty_like(parts[0])
-        self.pieces = self.total.tensor_split(world.world_size)
+        self.pieces = chunks_of(self.total, world.world_size)
         ranks = range(world.world_size)
         self.others = [rank for rank in ranks if rank != world.rank]
         runs = [shards_of(rank, world_size=len(ranks), num_shards=num_shards) for rank in ranks]
-        self.nodes = [largest_nodes(shards, self.root) for shards in runs]
-        chunks = [part.tensor_split(world.world_size) for part in parts]  # one for each rank
+        nodes = [largest_nodes(shards, self.root) for shards in runs]
+        chunks = [chunks_of(part, len(ranks)) for part in parts]
         by_rank = [torch.stack(own) for own in zip(*chunks, strict=True)]
         own = by_rank[world.rank]
-        self.rows = [own.new_empty(len(nodes), own.shape[1]) for nodes in self.nodes]
-        self.rows[world.rank] = own
+        rows = [own.new_empty(len(found), own.shape[1]) for found in nodes]
+        rows[world.rank] = own
+        self.known = dict(zip(chain(*nodes), chain(*rows), strict=True))
         self.sent = [(by_rank[rank], rank) for rank in self.others]  # kept until it has arrived
         self.requests = world.begin_exchange(
-            send=self.sent, receive=[(self.rows[rank], rank) for rank in self.others]
+            send=self.sent, receive=[(rows[rank], rank) for rank in self.others]
         )
-        self.is_gathering = False
 
     @waiting()
     def gather(self) -> None:
-        """Complete this rank's chunk, and begin to send it to all other ranks."""
-        if self.is_gathering:
-            return
-        self.is_gathering = True
+        """Complete this rank's chunk, and begin to send it to all ranks that do not have it."""
         wait(self.requests)
-        known: dict[Node, Tensor] = {}
-        for nodes, rows in zip(self.nodes, self.rows, strict=True):
-            known |= zip(nodes, rows, strict=True)
-        piece = self.pieces[self.world.rank].copy_(complete(self.root, known))
+        piece = self.pieces[self.world.rank].copy_(complete(self.root, self.known))
+        others = self.others if len(self.others) > 1 else []
         self.requests = self.world.begin_exchange(
-            send=[(piece, rank) for rank in self.others],
-            receive=[(self.pieces[rank], rank) for rank in self.others],
+            send=[(piece, rank) for rank in others],
+            receive=[(self.pieces[rank], rank) for rank in others],
         )
 
     @waiting()
     def result(self) -> Tensor:
         """Return the sum, [n], with the same bits on every rank."""
-        self.gather()
         wait(self.requests)
         return self.total
 

@@ -89,7 +89,9 @@ def _sum_over_ranks() -> None:
                 sum_node(node, lambda shard: [gradient(parts[shard - own.start], size)])[0]
                 for node in largest_nodes(own, (0, num_shards))
             ]
-            total = SumOverRanks(sums, world, num_shards=num_shards).result()
+            running = SumOverRanks(sums, world, num_shards=num_shards)
+            running.gather()
+            total = running.result()
             expected = tree_sum(samples_of(range(num_shards), **batch), size)
             assert all(world.all_gather_object(total.equal(expected)))  # all ranks go on together
 
