@@ -8,6 +8,7 @@ shards add is summed by one fixed tree, see `ddp_trainer.sync.shards`.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,11 @@ from ddp_trainer.sync.buffers import (
     restored_on_error,
 )
 from ddp_trainer.sync.shards import (
-    PendingNode,
     SumOverRanks,
-    largest_nodes,
+    merges,
+    push,
     samples_of,
     shards_of,
-    sum_node,
 )
 from ddp_trainer.training.metrics import MetricSums
 from ddp_trainer.training.phase import Phase
@@ -72,11 +72,9 @@ def buckets_of(parameters: Sequence[Tensor]) -> Iterator[slice]:
     yield slice(first, None)
 
 
-def take_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of `parameter`, or zeros, and set ``.grad`` to None."""
-    gradient = parameter.grad
-    parameter.grad = None
-    return torch.zeros_like(parameter) if gradient is None else gradient
+def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return `tensor`, viewed with the dimensions as `parameter` has them in memory, like NHWC."""
+    return tensor.permute(sorted(range(tensor.ndim), key=parameter.stride, reverse=True))
 
 
 class ShardedStep(TrainStep):
@@ -97,13 +95,18 @@ class ShardedStep(TrainStep):
         self.buckets = list(buckets_of(self.parameters))
         self.buffers = list(self.model.buffers())
         self.statistics = floating_buffers(self.model)
-        self.nodes: list[list[Tensor]] = []
-        """The sums of this rank's `largest_nodes`, except the one with the last shard."""
-        self.pending: PendingNode | None = None  # before the passes of this rank's last shard
+        self.sums_by_place: list[list[Tensor]] = [[] for _ in (*self.parameters, "others")]
+        """For each of `parameters`, and then for what is summed besides gradients, see `push`."""
         self.running: list[SumOverRanks] = []
         """The sums of the buckets of this step that have begun."""
-        for parameter in self.parameters:
-            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+        self.merges = 0
+        """How many sums the shard whose passes are running completes."""
+        self.is_last = False
+        """Whether this is the last shard of this rank."""
+        self.ready: set[int] = set()
+        """The places of the parameters whose gradients of this shard have been added."""
+        for place, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self.gradient_ready, place))
 
     has_whole_sums = True
 
@@ -124,37 +127,35 @@ class ShardedStep(TrainStep):
         the backward pass of the last shard goes on, ranks exchange the gradients that are ready.
         """
         with restored_on_error(self.buffers) as before:
-            parts = self.split(images, labels)
-
-            def run(shard: int) -> Tensor:
+            self.running = []
+            for sums in self.sums_by_place:
+                sums.clear()
+            for shard, part in zip(self.shards, self.split(images, labels), strict=True):
                 if before:
                     torch._foreach_copy_(self.buffers, before)
-                sums = self.run_shard(shard, *parts[shard - self.shards.start])
-                return flatten([*(buffer.float() for buffer in self.statistics), sums])
-
-            def summands(shard: int) -> list[Tensor]:
-                others = run(shard)
-                return [*map(take_gradient, self.parameters), others]
-
-            self.pending = None
-            *nodes, last = largest_nodes(self.shards, (0, self.num_shards))
-            self.nodes = [sum_node(node, summands) for node in nodes]
-            self.pending = PendingNode(last, summands)
-            self.running = []
-            others = run(self.shards[-1])  # calls `begin_bucket` for each bucket but the last
+                self.merges = merges(shard, self.shards, (0, self.num_shards))
+                self.is_last = shard == self.shards[-1]
+                self.ready = set()
+                metrics = self.run_shard(shard, *part)  # calls `gradient_ready`
+                for place, parameter in enumerate(self.parameters):
+                    if place not in self.ready:
+                        self.push_gradient(place, torch.zeros_like(parameter))
+                others = flatten([*(buffer.float() for buffer in self.statistics), metrics])
+                push(self.sums_by_place[-1], others, self.merges)
             self.on_phase(Phase.gradient_sync)
-            for bucket in self.buckets[len(self.running) : -1]:  # those without any gradient
+            for bucket in self.buckets[len(self.running) :]:
                 self.begin_bucket(bucket)
-            self.begin_bucket(self.buckets[-1], others)
             for sum_ in self.running[-BUCKETS_AHEAD:]:
                 sum_.gather()
             *totals, last = (sum_.result() for sum_ in self.running)
-        rest, statistics, sums = last.split([len(last) - len(others), len(others) - 4, 4])
-        gradients = list(map(torch.empty_like, self.parameters))
+        size = sum(map(torch.numel, self.statistics))
+        rest, statistics, sums = last.split([len(last) - size - 4, size, 4])
+        targets = []
+        for parameter in self.parameters:
+            parameter.grad = torch.empty_like(parameter)
+            targets.append(in_memory_order(parameter.grad, parameter))
         for bucket, total in zip(self.buckets, [*totals, rest], strict=True):
-            unflatten(total, gradients[bucket])
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            unflatten(total, targets[bucket])
         unflatten(statistics / self.num_shards, self.statistics)
         self.sums.vector += sums
         return sums[0] * float(self.world.is_main) / self.settings.global_batch_size
@@ -171,20 +172,26 @@ class ShardedStep(TrainStep):
         loss.backward()
         return sums.vector.float()
 
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Begin the sums of buckets whose gradients are complete, in the order of the buckets."""
-        while self.pending is not None and len(self.running) < len(self.buckets) - 1:
+    def push_gradient(self, place: int, gradient: Tensor) -> None:
+        """Add a gradient of this shard to the sums of its parameter."""
+        summand = in_memory_order(gradient, self.parameters[place])
+        push(self.sums_by_place[place], summand, self.merges)
+        self.ready.add(place)
+
+    def gradient_ready(self, place: int, parameter: Tensor) -> None:
+        """Add a gradient; in the last shard, begin the sums of buckets in order, once complete."""
+        if parameter.grad is not None:
+            self.push_gradient(place, parameter.grad)
+        parameter.grad = None
+        while self.is_last and len(self.running) < len(self.buckets) - 1:
             bucket = self.buckets[len(self.running)]
-            if any(parameter.grad is None for parameter in self.parameters[bucket]):
+            if not self.ready.issuperset(range(bucket.start, bucket.stop)):
                 return
             self.begin_bucket(bucket)
 
-    def begin_bucket(self, bucket: slice, *others: Tensor) -> None:
-        """Begin the sum over ranks of the gradients in `bucket`, and of `others`."""
-        assert self.pending is not None
-        summands = [*map(take_gradient, self.parameters[bucket]), *others]
-        sums = [*(node[bucket] for node in self.nodes), self.pending.complete(bucket, summands)]
-        parts = list(map(flatten, sums))
+    def begin_bucket(self, bucket: slice) -> None:
+        """Begin the sum over ranks of the gradients in `bucket`."""
+        parts = list(map(flatten, zip(*self.sums_by_place[bucket], strict=True)))
         self.running.append(SumOverRanks(parts, self.world, num_shards=self.num_shards))
         if len(self.running) > BUCKETS_AHEAD:
             self.running[-1 - BUCKETS_AHEAD].gather()
@@ -194,15 +201,14 @@ class ShardedStep(TrainStep):
     ) -> None:
         """Set the statistics of `model` to the mean of those of the shards. Collective."""
         parts = [self.split(batch.images, batch.labels) for batch in batches]
-
-        def measure(shard: int) -> list[Tensor]:
+        sums: list[Tensor] = []
+        for shard, own in zip(self.shards, zip(*parts, strict=True), strict=True):
             reset()
-            for part in parts:
+            for images, _ in own:
                 with self.autocast():
-                    model(part[shard - self.shards.start][0])
-            return [flatten_buffers(model)]
-
-        sums = [sum_node(n, measure)[0] for n in largest_nodes(self.shards, (0, self.num_shards))]
+                    model(images)
+            root = (0, self.num_shards)
+            push(sums, flatten_buffers(model), merges(shard, self.shards, root))
         total = SumOverRanks(sums, self.world, num_shards=self.num_shards)
         total.gather()
         restore_buffers(model, total.result() / self.num_shards)

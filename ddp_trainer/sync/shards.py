@@ -11,7 +11,7 @@ Source: Villa et al., Effects of Floating-Point Non-Associativity on Numerical C
 Massively Multithreaded Systems, 2009, which names a fixed tree as a remedy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 
 import torch
@@ -51,34 +51,25 @@ def largest_nodes(shards: range, node: Node) -> list[Node]:
     return [found for child in children(node) for found in largest_nodes(shards, child)]
 
 
-def sum_node(node: Node, leaf: Callable[[int], list[Tensor]]) -> list[Tensor]:
-    """Return the sums of `node`; ``leaf(shard)`` returns new tensors, the summands of a shard.
+def merges(shard: int, shards: range, node: Node) -> int:
+    """Return how many sums of two nodes, inside of `shards` and of `node`, end with `shard`."""
+    first, end = node
+    if end - first == 1:
+        return 0
+    left, right = children(node)
+    below = merges(shard, shards, left if shard < left[1] else right)
+    return below + (end == shard + 1 and first >= shards.start)
 
-    `leaf` is called for each shard in order. At most log2(V) + 1 lists of summands exist at a time.
+
+def push(sums: list[Tensor], summand: Tensor, merges: int) -> None:
+    """Append the summand of a shard to the sums of earlier ones, and add up what it completes.
+
+    With `merges` as above, `sums` ends as the sums of the `largest_nodes`, and has at most
+    log2(V) + 1 entries more. `summand` may change.
     """
-    if node[1] - node[0] == 1:
-        return leaf(node[0])
-    left, right = (sum_node(child, leaf) for child in children(node))
-    torch._foreach_add_(left, right)
-    return left
-
-
-class PendingNode:
-    """The sum of a node from which only its last shard is missing."""
-
-    def __init__(self, node: Node, leaf: Callable[[int], list[Tensor]]) -> None:
-        """leaf: as in `sum_node`; it is not called for the last shard."""
-        self.lefts: list[list[Tensor]] = []
-        while node[1] - node[0] > 1:
-            left, node = children(node)
-            self.lefts.append(sum_node(left, leaf))
-
-    def complete(self, places: slice, summands: list[Tensor]) -> list[Tensor]:
-        """Return the sums at `places` in the list of summands; `summands`: those of the shard."""
-        for left in reversed(self.lefts):
-            torch._foreach_add_(left[places], summands)
-            summands = left[places]
-        return summands
+    for _ in range(merges):
+        summand = sums.pop().add_(summand)
+    sums.append(summand)
 
 
 def chunks_of(vector: Tensor, world_size: int) -> Sequence[Tensor]:
@@ -103,7 +94,9 @@ class SumOverRanks:
         runs = [shards_of(rank, world_size=len(ranks), num_shards=num_shards) for rank in ranks]
         nodes = [largest_nodes(shards, self.root) for shards in runs]
         chunks = [chunks_of(part, len(ranks)) for part in parts]
-        by_rank = [torch.stack(own) for own in zip(*chunks, strict=True)]
+        by_rank = [
+            torch.stack(own) if own[1:] else own[0][None] for own in zip(*chunks, strict=True)
+        ]
         own = by_rank[world.rank]
         rows = [own.new_empty(len(found), own.shape[1]) for found in nodes]
         rows[world.rank] = own
@@ -132,8 +125,8 @@ class SumOverRanks:
 
 
 def complete(node: Node, known: dict[Node, Tensor]) -> Tensor:
-    """Return the sum of `node` from those of nodes below it."""
+    """Return the sum of `node` from those of nodes below it, which change."""
     if node in known:
         return known[node]
     left, right = (complete(child, known) for child in children(node))
-    return left + right
+    return left.add_(right)

@@ -122,6 +122,24 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
 
 
 @pytest.mark.parametrize(
+    ("group", "choice"), CHOICES, ids=[f"{group.name}-{choice.name}" for group, choice in CHOICES]
+)
+def test_an_object_of_a_schema_is_refused_with_the_same_line(
+    group: registry.Group, choice: registry.Choice
+) -> None:
+    key = group.key(choice.name)
+    for name, (hint, metadata) in keys_of([("", choice.schema)]).items():
+        if "." in name or name == "name" or is_dataclass(hint):
+            continue
+        for value in wrong_values(hint, metadata.get("holds")):
+            mapping = nested(key, {"name": choice.name, name: value})
+            make = lambda name=name, value=value: nested(key, choice.schema(**{name: value}))  # noqa: E731
+            assert error_of(lambda make=make: Config(**make())) == error_of(
+                lambda mapping=mapping: Config(**mapping)
+            )
+
+
+@pytest.mark.parametrize(
     ("arguments", "line"),
     [
         ({"modle": 1}, "modle=1 is unknown: did you mean model?"),

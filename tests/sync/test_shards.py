@@ -31,9 +31,10 @@ from ddp_trainer.sync.shards import (
     SumOverRanks,
     children,
     largest_nodes,
+    merges,
+    push,
     samples_of,
     shards_of,
-    sum_node,
 )
 
 DROPOUT = ("model=torchvision", "model.arch=mobilenet_v3_small", "data.height=32", "data.width=32")
@@ -85,10 +86,10 @@ def _sum_over_ranks() -> None:
             batch = {"num_shards": num_shards, "batch_size": num_shards + samples}
             own = shards_of(world.rank, world_size=world_size, num_shards=num_shards)
             parts = samples_of(own, **batch)
-            sums = [
-                sum_node(node, lambda shard: [gradient(parts[shard - own.start], size)])[0]
-                for node in largest_nodes(own, (0, num_shards))
-            ]
+            sums: list[Tensor] = []
+            for shard, part in zip(own, parts, strict=True):
+                push(sums, gradient(part, size), merges(shard, own, (0, num_shards)))
+            assert len(sums) == len(largest_nodes(own, (0, num_shards)))
             running = SumOverRanks(sums, world, num_shards=num_shards)
             running.gather()
             total = running.result()
@@ -125,24 +126,14 @@ def test_the_shards_of_all_ranks_are_the_batch(num_shards: int) -> None:
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_few_lists_of_summands_exist_at_a_time() -> None:
-    alive = 0
-    most = 0
-
-    class Counted(list[Tensor]):
-        def __init__(self) -> None:
-            nonlocal alive, most
-            super().__init__([torch.ones(1)])
-            alive += 1
-            most = max(most, alive)
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-    total = sum_node((0, 64), lambda shard: Counted())
-    assert total[0].item() == 64
-    assert most <= 7
+def test_few_sums_exist_at_a_time() -> None:
+    sums: list[Tensor] = []
+    lengths = []
+    for shard in range(64):
+        push(sums, torch.ones(1), merges(shard, range(64), (0, 64)))
+        lengths.append(len(sums))
+    assert [one.item() for one in sums] == [64]
+    assert max(lengths) == 6
 
 
 def test_whole_subtrees_are_sent_as_one() -> None:
