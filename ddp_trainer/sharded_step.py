@@ -72,11 +72,6 @@ def buckets_of(parameters: Sequence[Tensor]) -> Iterator[slice]:
     yield slice(first, None)
 
 
-def in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return `tensor`, viewed with the dimensions as `parameter` has them in memory, like NHWC."""
-    return tensor.permute(sorted(range(tensor.ndim), key=parameter.stride, reverse=True))
-
-
 class ShardedStep(TrainStep):
     """A training step over the shards of a rank."""
 
@@ -92,6 +87,8 @@ class ShardedStep(TrainStep):
         self.buffer_world = replace(world, rank=0, world_size=1)  # they are equal on all ranks
         # Backward computes the gradients of the last layers first.
         self.parameters = [p for p in self.model.parameters() if p.requires_grad][::-1]
+        self.orders = [sorted(range(p.ndim), key=p.stride, reverse=True) for p in self.parameters]
+        """The dimensions of `parameters` in the order of memory, for example NHWC."""
         self.buckets = list(buckets_of(self.parameters))
         self.buffers = list(self.model.buffers())
         self.statistics = floating_buffers(self.model)
@@ -150,12 +147,12 @@ class ShardedStep(TrainStep):
             *totals, last = (sum_.result() for sum_ in self.running)
         size = sum(map(torch.numel, self.statistics))
         rest, statistics, sums = last.split([len(last) - size - 4, size, 4])
-        targets = []
-        for parameter in self.parameters:
-            parameter.grad = torch.empty_like(parameter)
-            targets.append(in_memory_order(parameter.grad, parameter))
+        parts: list[Tensor] = []
         for bucket, total in zip(self.buckets, [*totals, rest], strict=True):
-            unflatten(total, targets[bucket])
+            parts += total.split([parameter.numel() for parameter in self.parameters[bucket]])
+        for parameter, order, part in zip(self.parameters, self.orders, parts, strict=True):
+            back = sorted(range(len(order)), key=order.__getitem__)
+            parameter.grad = part.view(parameter.permute(order).shape).permute(back)
         unflatten(statistics / self.num_shards, self.statistics)
         self.sums.vector += sums
         return sums[0] * float(self.world.is_main) / self.settings.global_batch_size
@@ -174,8 +171,7 @@ class ShardedStep(TrainStep):
 
     def push_gradient(self, place: int, gradient: Tensor) -> None:
         """Add a gradient of this shard to the sums of its parameter."""
-        summand = in_memory_order(gradient, self.parameters[place])
-        push(self.sums_by_place[place], summand, self.merges)
+        push(self.sums_by_place[place], gradient.permute(self.orders[place]), self.merges)
         self.ready.add(place)
 
     def gradient_ready(self, place: int, parameter: Tensor) -> None:

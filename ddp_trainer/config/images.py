@@ -1,5 +1,6 @@
 """The config of every data set: augmentation, normalization, and how its images are read."""
 
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
@@ -67,7 +68,9 @@ class DataConfig:
     name: str = MISSING
     mean: list[float] = setting([0.5])
     """Mean of the training split per channel, of pixels in [0, 1], for normalization."""
-    std: list[float] = setting([0.25])
+    std: list[float] = setting(
+        [0.25], rule("at least 1e-6 in every channel", lambda std: all(s >= 1e-6 for s in std))
+    )
     """Standard deviation of the training split per channel, of pixels in [0, 1]."""
     validation_fraction: float = setting(0.0, BELOW_ONE)
     """Share, in [0, 1), of the training split to hold out for evaluation; 0: use the test split."""
@@ -94,24 +97,21 @@ class DataConfig:
     augment: AugmentConfig = setting(AugmentConfig())
 
     def __post_init__(self) -> None:
-        require(
-            len(self.mean) == len(self.std) > 0,
-            f"data.mean={self.mean} and data.std={self.std} must have the same length, not 0: one"
-            " value per channel",
-        )
-        require(
-            self.fold is None or self.fold < self.num_folds,
-            f"data.fold={self.fold} must be less than data.num_folds={self.num_folds}",
-        )
-        require(
-            self.fold is None or not self.validation_fraction,
-            f"data.fold={self.fold} and data.validation_fraction={self.validation_fraction} exclude"
-            " each other: both hold out training images",
-        )
-        require(
-            all(s >= 1e-6 for s in self.std),
-            f"data.std={self.std} must be at least 1e-6 in every channel",
-        )
+        with suppress(TypeError):  # `Config` names a value of a wrong type
+            require(
+                len(self.mean) == len(self.std) > 0,
+                f"data.mean={self.mean} and data.std={self.std} must have the same length, not 0:"
+                " one value per channel",
+            )
+            require(
+                self.fold is None or self.fold < self.num_folds,
+                f"data.fold={self.fold} must be less than data.num_folds={self.num_folds}",
+            )
+            require(
+                self.fold is None or not self.validation_fraction,
+                f"data.fold={self.fold} and data.validation_fraction={self.validation_fraction}"
+                " exclude each other: both hold out training images",
+            )
 
     @property
     def holds_out(self) -> bool:

@@ -1,5 +1,6 @@
 """The group ``optimizer``."""
 
+from contextlib import suppress
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -43,10 +44,11 @@ class MomentumConfig(OptimizerConfig):
     """Use Nesterov momentum."""
 
     def __post_init__(self) -> None:
-        require(
-            not self.nesterov or self.momentum > 0,
-            "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
-        )
+        with suppress(TypeError):  # `Config` names a value of a wrong type
+            require(
+                not self.nesterov or self.momentum > 0,
+                "optimizer.nesterov=true needs momentum: set optimizer.momentum above 0",
+            )
 
 
 @config_class
@@ -57,10 +59,11 @@ class AdamConfig(OptimizerConfig):
     """Number added to the denominator of the update, so that it is never 0."""
 
     def __post_init__(self) -> None:
-        require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"optimizer.betas={self.betas} must be two values in [0, 1)",
-        )
+        with suppress(TypeError):
+            require(
+                len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+                f"optimizer.betas={self.betas} must be two values in [0, 1)",
+            )
 
 
 @config_class
