@@ -49,6 +49,10 @@ class Config(schema.Config):
         plain = flatten_keys(to_builtins(values))
         words = {key: f"{key}={in_yaml(value)}" for key, value in plain.items()}
         known = known_keys()
+        for key in values:
+            section, _, name = key.rpartition(".")
+            fix = f'write {section}={{"{name}": …}}, or Config.compose("{key}=…")'
+            require(not section, f"{key} is a key inside of a section: {fix}")
         with config_errors(words.values()):
             for key, text in words.items():
                 check_value(key, plain[key], text, known)

@@ -68,9 +68,7 @@ class DataConfig:
     name: str = MISSING
     mean: list[float] = setting([0.5])
     """Mean of the training split per channel, of pixels in [0, 1], for normalization."""
-    std: list[float] = setting(
-        [0.25], rule("at least 1e-6 in every channel", lambda std: all(s >= 1e-6 for s in std))
-    )
+    std: list[float] = setting([0.25])
     """Standard deviation of the training split per channel, of pixels in [0, 1]."""
     validation_fraction: float = setting(0.0, BELOW_ONE)
     """Share, in [0, 1), of the training split to hold out for evaluation; 0: use the test split."""
@@ -111,6 +109,10 @@ class DataConfig:
                 self.fold is None or not self.validation_fraction,
                 f"data.fold={self.fold} and data.validation_fraction={self.validation_fraction}"
                 " exclude each other: both hold out training images",
+            )
+            require(
+                all(s >= 1e-6 for s in self.std),
+                f"data.std={self.std} must be at least 1e-6 in every channel",
             )
 
     @property

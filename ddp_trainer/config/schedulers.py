@@ -1,5 +1,7 @@
 """The group ``scheduler``: the learning rate as a function of the optimizer step."""
 
+from contextlib import suppress
+
 from omegaconf import MISSING
 
 from ddp_trainer.config.errors import (
@@ -54,11 +56,12 @@ class OneCycleConfig(SchedulerConfig):
     """Learning rate at the last step as a fraction of the peak."""
 
     def __post_init__(self) -> None:
-        require(
-            self.warmup_epochs == 0,
-            f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle warms up during"
-            " scheduler.rise instead",
-        )
+        with suppress(TypeError):  # `Config` names a value of a wrong type
+            require(
+                self.warmup_epochs <= 0,
+                f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle warms up during"
+                " scheduler.rise instead",
+            )
 
 
 register_scheduler(

@@ -49,8 +49,7 @@ class Summary:
     weights_sha256: str | None = None
     """With shards: the hash of parameters and buffers, equal at every number of ranks."""
     rounds: int | None = None
-    """With recovery.min_ranks: the number of process groups that have trained, over all launches.
-    """
+    """With recovery.min_ranks: how many process groups have trained, over all launches."""
     lost_seconds: float | None = None
     """With recovery.min_ranks: the seconds from the loss of ranks to the next step, added up."""
     ranks_by_step: list[list[int]] = field(default_factory=list)
@@ -100,8 +99,7 @@ class Summary:
 def read_summary(run_dir: Path, step: int) -> str:
     """Return the text of summary.json if its launch ended at `step`.
 
-    Returns "" if the launch was stopped or ended at another step, or if the file is missing or
-    invalid.
+    Returns "" if it was stopped, or ended at another step, or the file is missing or invalid.
     """
     try:
         text = (run_dir / "summary.json").read_text()

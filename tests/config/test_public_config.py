@@ -162,6 +162,10 @@ def test_an_object_of_a_schema_is_refused_with_the_same_line(
         ({"metric": 3}, "metric=3 is not the name of a choice: "),
         ({"observer": {"early_stopping": {"patiense": 3}}}, "observer.early_stopping.patiense=3 "),
         ({"observer": {"early_stopping": 3}}, "observer.early_stopping=3 replaces a whole section"),
+        (
+            {"optimizer.lr": 0.1},
+            'optimizer.lr is a key inside of a section: write optimizer={"lr": …}, or Config.',
+        ),
         ({"checkpoint": 3}, "checkpoint=3 replaces a whole section: set the keys in it"),
         ({"epochs": 10**30}, f"epochs={10**30} must be between -2^63 and 2^63"),
         ({"name": "../x"}, "name='../x' must be one plain name, without /"),
