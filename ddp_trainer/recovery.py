@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from ddp_trainer.distributed.membership import (
 from ddp_trainer.distributed.process_group import shutdown
 from ddp_trainer.distributed.world import RoundEndedError
 from ddp_trainer.observers.failures.monitor import FailureMonitor
+from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.run import Observer, Stage, TrainingRun
 from ddp_trainer.training.state import RunState
 from ddp_trainer.training.summary import Summary
@@ -63,10 +65,18 @@ class Held:
         return self.state["step"], self.stage
 
 
-def hold(run: TrainingRun) -> Held:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeforeEvaluation:
+    """What observers and loggers had before an evaluation, which is repeated if it is cut short."""
+
+    observers: dict[str, Any]
+    num_records: int
+
+
+def hold(run: TrainingRun, before: BeforeEvaluation | None) -> Held:
     """Return the state of this rank, after which `run` is one of this rank alone.
 
-    Not collective: the other ranks may be gone.
+    Not collective: the other ranks may be gone. before: None if no evaluation has begun.
     """
     alone = replace(run.world, rank=0, world_size=1)
     run.progress.world = alone
@@ -74,13 +84,17 @@ def hold(run: TrainingRun) -> Held:
     run.train_step.buffer_world = alone
     state = RunState(run).state_dict()
     copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+    records = run.recovery.records
+    if before is not None and run.stage is Stage.evaluation:
+        copy["observers"] = before.observers
+        records = records[: before.num_records]
     # A stop that was interrupted is requested again: the processes still know of it.
     stage = Stage.step if run.is_interrupted else run.stage
     return Held(
         state=copy,
         stage=stage,
         is_best=run.progress.is_best,
-        records=run.recovery.records,
+        records=records,
         records_after=run.recovery.records_after,
     )
 
@@ -152,6 +166,7 @@ class Recovery(Rounds):
         """The state of the last process group."""
         self.has_state = False
         """Whether the state of the present group was restored, or is that of the start."""
+        self.before_evaluation: BeforeEvaluation | None = None
         self.has_root_cause: Callable[[], bool] = lambda: False
         """Returns whether a rank has reported an error that ends the job."""
         self.ended_at: float | None = None
@@ -197,7 +212,7 @@ class Recovery(Rounds):
             self.ended_at = self.ended_at or time.monotonic()
             self.membership.leave_round()
             if run is not None and self.has_state:
-                self.held = hold(run)
+                self.held = hold(run, self.before_evaluation)
                 self.has_state = False
         else:
             return
@@ -324,7 +339,20 @@ class RecoveryLog(Observer):
         self.num_rounds = state["num_rounds"]
         self.sizes = state["sizes"]
 
+    def on_phase(self, run: TrainingRun, phase: Phase) -> None:
+        is_due = phase is Phase.evaluation and run.stage is Stage.evaluation
+        if is_due and self.rounds.before_evaluation is None:
+            states = run.events.emit("state_dict")
+            self.rounds.before_evaluation = BeforeEvaluation(
+                observers=deepcopy({name: state for name, state in states.items() if state}),
+                num_records=len(run.recovery.records),
+            )
+
+    def on_save(self, run: TrainingRun) -> None:
+        self.rounds.before_evaluation = None
+
     def on_start(self, run: TrainingRun) -> None:
+        self.rounds.before_evaluation = None
         ended_at = self.rounds.ended_at
         self.rounds.ended_at = None
         paused = run.world.all_gather_object(time.monotonic() - ended_at if ended_at else 0.0)

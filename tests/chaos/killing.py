@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddp_trainer import ObserverConfig, register_observer
 from ddp_trainer.config.errors import NAMED, config_class, setting
@@ -20,7 +20,7 @@ class KillsConfig(ObserverConfig):
     name: str = "kills"
     plan: str = setting("", NAMED)
     """Words ``slot:phase:step:milliseconds``: kill the rank of the slot so many milliseconds after
-    it has entered the phase at that step, or at a later one.
+    it has entered the phase at that step, or at a later one; or has "evaluated", at once.
     """
     folder: str = setting("", NAMED)
     """A folder for a file for each word that was carried out."""
@@ -39,33 +39,55 @@ def build_kills(config: KillsConfig) -> Any:
     class Kills(Observer):
         def __init__(self) -> None:
             self.folder = Path(config.folder)
-            words = [word.split(":") for word in config.plan.split()]
-            self.steps = {":".join(word): int(word[2]) for word in words}
-            self.plan = [
-                (":".join(word), phase, int(step), float(delay) / 1000)
-                for word in words
-                for slot, phase, step, delay in [word]
-                if slot == os.environ.get("RANK")
+            kills = list(map(parse, config.plan.split()))
+            self.steps = {kill.word: kill.step for kill in kills}
+            self.plan = [kill for kill in kills if kill.slot == os.environ.get("RANK")]
+
+        def delays(self, run: TrainingRun, place: str) -> list[float]:
+            return [
+                kill.seconds
+                for kill in self.plan
+                if kill.place == place
+                and run.step >= kill.step
+                and is_first(self.folder / kill.word)
             ]
 
         def on_phase(self, run: TrainingRun, phase: Phase) -> None:
-            for word, name, step, delay in self.plan:
-                if name == phase.name and run.step >= step and self.is_first(word):
-                    threading.Thread(target=end_after, args=[delay], daemon=True).start()
+            for delay in self.delays(run, phase.name):
+                threading.Thread(target=end_after, args=[delay], daemon=True).start()
+
+        def on_evaluation(self, run: TrainingRun) -> None:
+            if self.delays(run, "evaluated"):
+                end_after(SECONDS)  # when the others have the result, too
 
         def on_step(self, run: TrainingRun) -> None:
             due = [word for word, step in self.steps.items() if step <= run.step]
             if not all((self.folder / word).exists() for word in due):
                 time.sleep(SECONDS)
 
-        def is_first(self, word: str) -> bool:
-            try:
-                (self.folder / word).touch(exist_ok=False)
-            except FileExistsError:
-                return False
-            return True
-
     return Kills()
+
+
+def is_first(path: Path) -> bool:
+    """Create a file, and return whether it did not exist."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+class Kill(NamedTuple):
+    word: str
+    slot: str
+    place: str
+    step: int
+    seconds: float
+
+
+def parse(word: str) -> Kill:
+    slot, place, step, milliseconds = word.split(":")
+    return Kill(word, slot, place, int(step), float(milliseconds) / 1000)
 
 
 def end_after(seconds: float) -> None:

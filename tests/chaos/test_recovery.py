@@ -149,14 +149,35 @@ def test_killed_ranks_do_not_change_statistics(tmp_path: Path) -> None:
     check_same_bits(words, plan, tmp_path)
 
 
-def check_same_bits(words: tuple[str, ...], plan: str, tmp_path: Path) -> None:
-    """Check that a job ends as an undisturbed one if ranks are killed as `plan` says."""
+@pytest.mark.fault("SIGKILL of a rank after observers have seen an evaluation", times=2)
+def test_an_evaluation_that_is_repeated_counts_once(tmp_path: Path) -> None:
+    """Early stopping, whose second epoch without an improvement ends the training."""
+    words = (
+        *SHARDS,
+        "epochs=6",
+        "data.num_train=240",
+        "observer.early_stopping.patience=2",
+        "observer.early_stopping.min_delta=2",
+    )
+    plan = "1:evaluated:20:0 0:evaluated:40:0"
+    summary = check_same_bits(words, plan, tmp_path, observers="early_stopping")
+    assert summary["status"] == "stopped_early"
+    assert summary["steps"] == 60
+
+
+def check_same_bits(
+    words: tuple[str, ...], plan: str, tmp_path: Path, *, observers: str = ""
+) -> dict[str, Any]:
+    """Check that a job ends as an undisturbed one if ranks are killed as `plan` says; return its
+    summary. observers: names to add, separated by commas.
+    """
     done = tmp_path / "done"
     done.mkdir()
-    launched = launch(*words, f"output_dir={tmp_path}", "name=whole")
+    alone = f"observer=[{observers}]"
+    launched = launch(alone, *words, f"output_dir={tmp_path}", "name=whole")
     assert launched.code == 0, launched.output
     kills = (
-        "observer=[kills]",
+        f"observer=[{','.join(filter(None, [observers, 'kills']))}]",
         f"observer.kills.plan='{plan}'",
         f"observer.kills.folder={done}",
     )
@@ -171,6 +192,7 @@ def check_same_bits(words: tuple[str, ...], plan: str, tmp_path: Path) -> None:
     assert curves(running.run_dir) == curves(whole)
     assert summary["rounds"] > kills_done - 2  # two ranks may be lost at once
     assert "Traceback" not in output
+    return summary
 
 
 @pytest.mark.fault("SIGKILL of a rank without shards")
