@@ -41,7 +41,7 @@ def test_an_exception_ends_the_job_and_is_reported_once(tmp_path: Path) -> None:
     done = launch_faulty("raise:1:5", tmp_path, ranks=3)
     assert time.time() - (tmp_path / "run/failure.log").stat().st_mtime < 15
     assert done.code == 1
-    assert done.output.count("boom in the worker") == 1
+    assert done.output.count("Error: boom in the worker") == 1
     text = last_block(done.output)
     assert "rank 1 on" in text
     assert "between steps after step 5" in text  # the fault comes before the forward pass

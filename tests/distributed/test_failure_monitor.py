@@ -182,7 +182,7 @@ def test_a_report_has_the_place_of_the_cause_and_the_newest_checkpoint(tmp_path:
     text = json.loads((tmp_path / "error-0.json").read_text())["message"]["extraInfo"]
     assert re.search(
         r"\nRuntimeError: observer=mine failed in on_step\n"
-        r"at \S+test_failure_monitor\.py:\d+ in observe\n",
+        r"at \S+test_failure_monitor\.py:\d+ in observe: raise \S+Error\(.*\)\n",
         text["py_callstack"],
     )
     newest = tmp_path / "checkpoints/step-100000000.pt"
