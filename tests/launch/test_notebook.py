@@ -66,6 +66,7 @@ class Notebook:
         self.client.stop_channels()
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()  # also those of a kernel that was killed
         for pid in processes_with(self.mark):
             os.kill(pid, signal.SIGKILL)
 
