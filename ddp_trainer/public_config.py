@@ -1,5 +1,6 @@
 """`Config` for scripts and notebooks: it takes what the command line takes, by the same rules."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -57,8 +58,7 @@ class Config(schema.Config):
             for key, text in words.items():
                 check_value(key, plain[key], text, known)
             config = from_builtins(tree_of(values))
-        for key, value in values_of(config).items():
-            setattr(self, key, value)
+        super().__init__(**values_of(config))
 
     @classmethod
     def compose(cls, *words: str) -> Self:
@@ -73,22 +73,16 @@ class Config(schema.Config):
             overrides = quote_texts(words)
             check_overrides(overrides)
             with initialize_config_dir(str(config_dir()), version_base="1.3"):
-                config = to_config(compose("config", overrides))
-        return cls(**values_of(config))
+                return cls(**values_of(to_config(compose("config", overrides))))
 
     def __repr__(self) -> str:
         """Return a call that makes this config, with the values that are not defaults."""
-        default = to_builtins(schema.Config())
-        default["name"] = f"{self.data.name}-{self.model.name}-{self.sync.name}"
-        values = changes(to_saved(self), default)  # without passwords
-        for name, group in registry.GROUPS.items():
-            values[name] = group_value(group, getattr(self, name))
-            if values[name] == group_value(group, getattr(schema.Config(), name)):
-                del values[name]
+        default = schema.Config(name=f"{self.data.name}-{self.model.name}-{self.sync.name}")
+        values = changes(arguments(self), arguments(default))
         return f"Config({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
-def checked(config: Any) -> schema.Config:
+def checked_copy(config: Any) -> schema.Config:
     """Return a checked copy of a `Config`, whose attributes may have been set since it was made.
 
     Raises:
@@ -120,24 +114,22 @@ def values_of(config: schema.Config) -> dict[str, Any]:
 
 def in_yaml(value: Any) -> str:
     """Return a plain value as the command line has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `Config` as nested dicts, with the values of all groups."""
-    groups = {}
+    defaults = schema.Config()
+    tree = to_builtins(dict(values))
     for name, group in registry.GROUPS.items():
-        default = getattr(schema.Config(), name)
-        value = values.get(name, default)
-        if group.several:
-            if not isinstance(value, Mapping):
-                value = {key: {} for key in ([value] if isinstance(value, str) else value)}
-            groups[name] = {key: section(group.key(key), part, key) for key, part in value.items()}
-        else:
-            groups[name] = section(name, value, default.name)
-    return to_builtins(dict(values)) | groups
+        value = values.get(name, getattr(defaults, name))
+        if not group.several:
+            tree[name] = section(name, value, getattr(defaults, name).name)
+            continue
+        if not isinstance(value, Mapping):
+            value = {key: {} for key in ([value] if isinstance(value, str) else value)}
+        tree[name] = {key: section(group.key(key), part, key) for key, part in value.items()}
+    return tree
 
 
 def section(key: str, value: Any, default: str) -> dict[str, Any]:
@@ -167,15 +159,19 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
     return tree
 
 
-def group_value(group: registry.Group, value: Any) -> Any:
-    """Return the shortest value that makes `Config` choose `value` for `group`."""
-    parts = {}
-    for key, part in group.sections(value).items():
-        name = key.partition(".")[2]  # "" if the group has one choice
-        parts[name] = changes(to_saved(part), to_builtins(type(part)) | {"name": name})
-    if group.several:
-        return parts if any(parts.values()) else list(parts)
-    return parts[""]["name"] if len(parts[""]) == 1 else parts[""]
+def arguments(config: schema.Config) -> dict[str, Any]:
+    """Return the shortest arguments that make `config`, without passwords."""
+    values = to_saved(config)
+    for group in registry.GROUPS.values():
+        parts = {}
+        for key, part in group.sections(getattr(config, group.name)).items():
+            name = key.partition(".")[2]  # "" if the group has one choice
+            parts[name] = changes(to_saved(part), to_builtins(type(part)) | {"name": name})
+        if group.several:
+            values[group.name] = parts if any(parts.values()) else list(parts)
+        else:
+            values[group.name] = parts[""]["name"] if len(parts[""]) == 1 else parts[""]
+    return values
 
 
 def changes(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

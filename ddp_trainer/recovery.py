@@ -67,10 +67,12 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeforeEvaluation:
-    """What observers and loggers had before an evaluation, which is repeated if it is cut short."""
+    """What an evaluation that is repeated because a rank was lost must not count twice."""
 
     observers: dict[str, Any]
+    """The states of the observers, as checkpoints have them."""
     num_records: int
+    """The number of log records."""
 
 
 def hold(run: TrainingRun, before: BeforeEvaluation | None) -> Held:

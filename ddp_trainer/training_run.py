@@ -33,7 +33,7 @@ from ddp_trainer.observers.pictures import Pictures
 from ddp_trainer.observers.ranks import Ranks
 from ddp_trainer.observers.start_lines import log_changes, log_header
 from ddp_trainer.observers.step_times import StepTimer, StepTimes
-from ddp_trainer.public_config import checked
+from ddp_trainer.public_config import checked_copy
 from ddp_trainer.recovery import Rounds, run_in_rounds
 from ddp_trainer.sharded_step import WeightsHash
 from ddp_trainer.start import Setup, set_up
@@ -59,7 +59,7 @@ def run(config: Config, run_dir: Path | str | None = None) -> Summary:
         ConfigError: the config breaks a rule that depends on this machine, data set or directory.
         TransientError: a condition that may go away, such as another launch in the same directory.
     """
-    config = checked(config)
+    config = checked_copy(config)
     environment = read_environment()
     run_dir = Path(run_dir or Path(config.output_dir).expanduser() / config.name)
     start = partial(set_up, config, environment)

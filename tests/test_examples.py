@@ -1,9 +1,11 @@
 """The examples as a user runs them, and their parts on the command line."""
 
+import ast
 import os
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from PIL import Image
 from processes import (
     EXAMPLES,
     OWN,
+    ROOT,
     end_with_descendants,
     launch,
     plugins,
@@ -30,11 +33,41 @@ from runs import (
     trained_state,
 )
 
+import ddp_trainer
+from ddp_trainer import schemas
+
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
 
 def children_of(process: BaseProcess) -> list[int]:
     return [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+
+
+def imports(code: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) for each import in `code`; the name is "" for ``import module``."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from ((item.name, "") for item in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or ".", item.name) for item in node.names)
+
+
+def test_examples_and_docs_import_public_names_only() -> None:
+    scripts = [script.read_text() for script in SCRIPTS]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [
+        block
+        for page in pages
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+    assert len(scripts) >= 6
+    assert len(blocks) >= 10
+    for module, name in {pair for code in [*scripts, *blocks] for pair in imports(code)}:
+        if module.startswith("ddp_trainer"):
+            public = {"ddp_trainer": ddp_trainer.__all__, "ddp_trainer.schemas": dir(schemas)}
+            assert name in public[module]
+    allowed = {"ddp_trainer", "torch", *sys.stdlib_module_names}
+    assert {module.partition(".")[0] for code in scripts for module, _ in imports(code)} <= allowed
 
 
 # --- as scripts -----------------------------------------------------------------------------------

@@ -155,10 +155,7 @@ def from_builtins(tree: dict[str, Any]) -> Config:
                     " import the .py file that registers it"
                 )
             OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
-    merged = OmegaConf.merge(config, tree)
-    for key in sorted(OmegaConf.missing_keys(merged)):
-        raise ConfigError(f"{key} is missing: give it a value")
-    result = OmegaConf.to_object(merged)
+    result = OmegaConf.to_object(OmegaConf.merge(config, tree))
     assert isinstance(result, Config)
     return result
 

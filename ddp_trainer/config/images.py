@@ -111,8 +111,7 @@ class DataConfig:
                 " exclude each other: both hold out training images",
             )
             require(
-                all(s >= 1e-6 for s in self.std),
-                f"data.std={self.std} must be at least 1e-6 in every channel",
+                min(self.std) >= 1e-6, f"data.std={self.std} must be at least 1e-6 in every channel"
             )
 
     @property

@@ -133,9 +133,8 @@ def _as_one(text: str, known: Keys) -> str:
 
 def check_value(key: str, value: Any, text: str, known: Keys) -> None:
     """Raise ConfigError for a value that is no mapping, if `key` cannot have it. text: key=value"""
-    hint, _ = known.get(key, (None, None))
     require(
-        key in registry.GROUPS or not is_dataclass(hint),
+        key in registry.GROUPS or not is_dataclass(known.get(key, (None,))[0]),
         f"{text} replaces a whole section: set the keys in it",
     )
     require(

@@ -11,6 +11,7 @@ from ddp_trainer.config.errors import (
     POSITIVE,
     config_class,
     require,
+    rule,
     setting,
 )
 from ddp_trainer.registry import register_optimizer
@@ -53,17 +54,13 @@ class MomentumConfig(OptimizerConfig):
 
 @config_class
 class AdamConfig(OptimizerConfig):
-    betas: list[float] = setting([0.9, 0.999])
+    betas: list[float] = setting(
+        [0.9, 0.999],
+        rule("two values in [0, 1)", lambda two: len(two) == 2 and min(two) >= 0 and max(two) < 1),
+    )
     """Decay rates, in [0, 1), of the running means of the gradient and of its square."""
     eps: float = setting(1e-8, POSITIVE)
     """Number added to the denominator of the update, so that it is never 0."""
-
-    def __post_init__(self) -> None:
-        with suppress(TypeError):
-            require(
-                len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-                f"optimizer.betas={self.betas} must be two values in [0, 1)",
-            )
 
 
 @config_class

@@ -1,7 +1,5 @@
 """The group ``scheduler``: the learning rate as a function of the optimizer step."""
 
-from contextlib import suppress
-
 from omegaconf import MISSING
 
 from ddp_trainer.config.errors import (
@@ -9,7 +7,6 @@ from ddp_trainer.config.errors import (
     POSITIVE,
     UP_TO_ONE,
     config_class,
-    require,
     rule,
     setting,
 )
@@ -48,20 +45,15 @@ class CosineConfig(SchedulerConfig):
 @config_class
 class OneCycleConfig(SchedulerConfig):
     name: str = "onecycle"
+    warmup_epochs: float = setting(
+        0.0, rule("0: onecycle warms up during scheduler.rise instead", lambda value: value == 0)
+    )
     rise: float = setting(0.3, rule("between 0 and 1", lambda value: 0 < value < 1))
     """Share of all steps, in (0, 1), in which the learning rate rises."""
     initial_factor: float = setting(0.04, UP_TO_ONE)
     """Learning rate at the first step as a fraction of the peak."""
     final_factor: float = setting(1e-4, UP_TO_ONE)
     """Learning rate at the last step as a fraction of the peak."""
-
-    def __post_init__(self) -> None:
-        with suppress(TypeError):  # `Config` names a value of a wrong type
-            require(
-                self.warmup_epochs <= 0,
-                f"scheduler.warmup_epochs={self.warmup_epochs} must be 0: onecycle warms up during"
-                " scheduler.rise instead",
-            )
 
 
 register_scheduler(

@@ -32,7 +32,7 @@ from ddp_trainer.distributed.environment import (
 from ddp_trainer.launchers.agent import error_text, prepare_torchrun, root_cause
 from ddp_trainer.launchers.job_file import summary_since
 from ddp_trainer.observers.failures.report import report, report_failure
-from ddp_trainer.public_config import Config, checked
+from ddp_trainer.public_config import Config, checked_copy
 from ddp_trainer.training.summary import Status, Summary
 from ddp_trainer.training_run import run
 
@@ -40,8 +40,6 @@ SHUTDOWN_SECONDS = 300
 """Time limit for the ranks to save and end after Ctrl-C; before torch 2.12 there is no setting."""
 READ_SECONDS = 3.0
 """How long a stopped rank waits for the launching process to read its result."""
-MANY_RANKS = 2
-"""So many ranks for each core are no mistake."""
 IMPORTS_LAUNCH = 76
 """The exit code of a rank that would launch again, because it imports a script without a guard."""
 
@@ -69,11 +67,10 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
         type(num_ranks) is int and num_ranks >= 1,
         f"num_ranks={num_ranks!r} must be a whole number, at least 1",
     )
-    chosen = checked(config)
+    chosen = checked_copy(config)
     chosen.check_world_size(num_ranks)
-    cores = usable_cores()
-    if num_ranks > MANY_RANKS * cores and not torch.cuda.is_available():
-        text = f"num_ranks={num_ranks} on {cores} cores is slower than one rank for each core"
+    if num_ranks > 2 * usable_cores() and not torch.cuda.is_available():
+        text = f"num_ranks={num_ranks} on {usable_cores()} cores is slower than a rank for each"
         warnings.warn(text, stacklevel=2)
     is_script = hasattr(sys.modules["__main__"], "__file__")
     for key, section in chosen.sections.items():

@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The next action of the loop. A launch begins with `step`; after a lost rank it may be any."""
+    """The next action of the loop: `step` in a new launch, any after ranks were lost or joined."""
 
     control_point = 0
     evaluation = 1
@@ -61,9 +61,9 @@ class Observer:
         """Called after each optimizer step; ``run.step`` is its number, ``run.batch`` its batch."""
 
     def on_log(self, run: "TrainingRun") -> None:
-        """Called at each log point, and if a loss diverges; ``run.values`` has values by tag.
+        """Called at each log point, and if training diverges; ``run.values`` is the log record.
 
-        ``run.log({tag: value})`` adds to this record, which loggers then write.
+        ``run.log({tag: value})`` adds to the record, which loggers then write.
         """
 
     def on_evaluation(self, run: "TrainingRun") -> None:
@@ -83,7 +83,7 @@ class Observer:
         """Called at the end of a launch that did not fail, after all files were written."""
 
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
-        """Return numbers of this rank, equally many on each rank and in each call, at log points.
+        """Return this rank's numbers at a log point, equally many on each rank and in each call.
 
         The all-reduce of the control point exchanges the numbers: in `on_log`,
         ``run.gathered(self)`` returns the numbers of all ranks. If training diverges at a control
