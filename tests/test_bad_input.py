@@ -144,6 +144,9 @@ ARGUMENTS = {
         "optimizer.momentum=0 does not belong to optimizer=adamw"
     ),
     "optimizer=adamw optimizer.betas=[0.9]": "optimizer.betas=[0.9] must be two values in [0, 1)",
+    "optimizer=lamb optimizer.betas=[0.9,1]": (
+        "optimizer.betas=[0.9, 1.0] must be two values in [0, 1)"
+    ),
     "optimizer.nesterov=true optimizer.momentum=0": "optimizer.nesterov=true needs momentum",
     "scheduler=onecycle scheduler.warmup_epochs=1": (
         "scheduler.warmup_epochs=1.0 must be 0: onecycle warms up "

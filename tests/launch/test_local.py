@@ -20,7 +20,7 @@ from processes import (
 )
 from runs import newest_step, read_summary
 
-from ddp_trainer import Config, ConfigError
+from ddp_trainer import Config, ConfigError, run
 from ddp_trainer.cores import usable_cores
 from ddp_trainer.launchers.job_file import summary_since
 from ddp_trainer.launchers.local import launch as launch_from_python
@@ -159,9 +159,14 @@ def test_a_wrong_number_of_ranks_is_one_error(num_ranks: Any) -> None:
         launch_from_python(Config(), num_ranks)
 
 
-def test_what_is_no_config_is_one_error() -> None:
+@pytest.mark.parametrize("train", [launch_from_python, run])
+def test_what_is_no_config_is_one_error(train: Any) -> None:
     with pytest.raises(ConfigError, match=r"^the config is of type dict and must be a Config: "):
-        launch_from_python({"epochs": 1})  # type: ignore[arg-type]
+        train({"epochs": 1})
+    config = Config()
+    config.epochs = "many"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"^epochs=many must be a whole number$"):
+        train(config)
 
 
 def test_many_more_ranks_than_cores_are_a_warning() -> None:
