@@ -83,7 +83,7 @@ class Config(schema.Config):
 
 
 def checked_copy(config: Any) -> schema.Config:
-    """Return a checked copy of a `Config`, whose attributes may have been set since it was made.
+    """Return a checked copy of `config`, in which attributes may have been set since it was made.
 
     Raises:
         ConfigError: as `Config`, or `config` is an object of another class.
@@ -118,7 +118,7 @@ def in_yaml(value: Any) -> str:
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Config` as nested dicts, with the values of all groups."""
+    """Return arguments of `Config` as nested dicts; groups that are not given get defaults."""
     defaults = schema.Config()
     tree = to_builtins(dict(values))
     for name, group in registry.GROUPS.items():
@@ -136,7 +136,7 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
     """Return a choice as nested dicts.
 
     key: its config key. value: its name, a mapping of its keys, or an object of its schema.
-    default: the name of the choice that a mapping without a name is for.
+    default: the name if a mapping has none.
     """
     group = key.partition(".")[0]
     if isinstance(value, type):
@@ -160,7 +160,7 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
 
 
 def arguments(config: schema.Config) -> dict[str, Any]:
-    """Return the shortest arguments that make `config`, without passwords."""
+    """Return arguments that make `config`: groups without defaults, and *** for passwords."""
     values = to_saved(config)
     for group in registry.GROUPS.values():
         parts = {}
@@ -175,7 +175,7 @@ def arguments(config: schema.Config) -> dict[str, Any]:
 
 
 def changes(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return what differs in `tree` from `defaults`, both nested dicts."""
+    """Return the part of `tree` that differs from `defaults`; both are nested dicts."""
     return {
         key: changes(value, defaults[key]) if isinstance(defaults.get(key), dict) else value
         for key, value in tree.items()

@@ -38,6 +38,7 @@ from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.training.phase import Phase
 from ddp_trainer.training.run import Observer, Stage, TrainingRun
 from ddp_trainer.training.state import RunState
+from ddp_trainer.training.step import TrainStep
 from ddp_trainer.training.summary import Summary
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ MAX_FRUITLESS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """The state of one rank between two steps, and what follows."""
+    """The state of a rank that has left its process group."""
 
     state: State
     stage: Stage
@@ -61,18 +62,43 @@ class Held:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The step and the stage, of which the largest is the furthest."""
+        """Step and stage; the rank with the largest pair is the furthest."""
         return self.state["step"], self.stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeforeEvaluation:
-    """What an evaluation that is repeated because a rank was lost must not count twice."""
+    """What there was before an evaluation, which does not count if a rank is lost in it."""
 
     observers: dict[str, Any]
     """The states of the observers, as checkpoints have them."""
     num_records: int
-    """The number of log records."""
+    """The length of `RecoveryState.records`."""
+
+
+class BeforeStep:
+    """A `StepHook` that keeps what passes of a step change, for a step that is taken again."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step = step
+        self.count = -1
+        """The number of steps before the step to which `kept` belongs."""
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        """Buffers, such as BatchNorm statistics, and the sums of metrics, each with a copy."""
+
+    def before_forward(self, images: Tensor, labels: Tensor) -> None:
+        self.count = self.step.count
+        changed = (*self.step.model.buffers(), self.step.sums.vector)
+        self.kept = [(tensor, tensor.clone()) for tensor in changed]
+
+    def before_optimizer(self, images: Tensor, labels: Tensor) -> None:
+        pass
+
+    def restore(self) -> None:
+        """Undo what an interrupted step has changed; after a whole step, do nothing."""
+        if self.count == self.step.count:
+            for tensor, copy in self.kept:
+                tensor.copy_(copy)
 
 
 def hold(run: TrainingRun, before: BeforeEvaluation | None) -> Held:
@@ -169,6 +195,7 @@ class Recovery(Rounds):
         self.has_state = False
         """Whether the state of the present group was restored, or is that of the start."""
         self.before_evaluation: BeforeEvaluation | None = None
+        self.before_step: BeforeStep | None = None
         self.has_root_cause: Callable[[], bool] = lambda: False
         """Returns whether a rank has reported an error that ends the job."""
         self.ended_at: float | None = None
@@ -193,6 +220,8 @@ class Recovery(Rounds):
         run.recovery.is_on = True
         run.recovery.is_resumed = not self.is_first
         run.progress.has_whole_digest = True
+        self.before_step = BeforeStep(run.train_step)
+        run.train_step.hooks.append(self.before_step)
         run.recovery.restore = lambda state: self.restore(run, state)
         run.recovery.check_group = self.membership.check
         run.recovery.has_candidates = lambda: self.membership.has_candidates
@@ -214,6 +243,8 @@ class Recovery(Rounds):
             self.ended_at = self.ended_at or time.monotonic()
             self.membership.leave_round()
             if run is not None and self.has_state:
+                if self.before_step is not None:
+                    self.before_step.restore()
                 self.held = hold(run, self.before_evaluation)
                 self.has_state = False
         else:

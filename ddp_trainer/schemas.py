@@ -1,4 +1,4 @@
-"""The project's own schemas: dataclasses with the keys of each choice and section; their enums."""
+"""The built-in schemas: a dataclass for each choice of a group and each section; their enums."""
 
 from ddp_trainer.config.data import *
 from ddp_trainer.config.images import *
@@ -13,6 +13,7 @@ from ddp_trainer.config.schema import (
     CheckConfig as CheckConfig,
     CheckpointConfig as CheckpointConfig,
     EmaConfig as EmaConfig,
+    OnCorruption as OnCorruption,
     RecoveryConfig as RecoveryConfig,
 )
 from ddp_trainer.config.sync import *

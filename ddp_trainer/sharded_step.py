@@ -21,7 +21,6 @@ from ddp_trainer.sync.buffers import (
     flatten_buffers,
     floating_buffers,
     restore_buffers,
-    restored_on_error,
 )
 from ddp_trainer.sync.shards import (
     SumOverRanks,
@@ -123,28 +122,28 @@ class ShardedStep(TrainStep):
         Other ranks return 0. BatchNorm's statistics become the mean of those of the shards. While
         the backward pass of the last shard goes on, ranks exchange the gradients that are ready.
         """
-        with restored_on_error(self.buffers) as before:
-            self.running = []
-            for sums in self.sums_by_place:
-                sums.clear()
-            for shard, part in zip(self.shards, self.split(images, labels), strict=True):
-                if before:
-                    torch._foreach_copy_(self.buffers, before)
-                self.merges = merges(shard, self.shards, (0, self.num_shards))
-                self.is_last = shard == self.shards[-1]
-                self.ready = set()
-                metrics = self.run_shard(shard, *part)  # calls `gradient_ready`
-                for place, parameter in enumerate(self.parameters):
-                    if place not in self.ready:
-                        self.push_gradient(place, torch.zeros_like(parameter))
-                others = flatten([*(buffer.float() for buffer in self.statistics), metrics])
-                push(self.sums_by_place[-1], others, self.merges)
-            self.on_phase(Phase.gradient_sync)
-            for bucket in self.buckets[len(self.running) :]:
-                self.begin_bucket(bucket)
-            for sum_ in self.running[-BUCKETS_AHEAD:]:
-                sum_.gather()
-            *totals, last = (sum_.result() for sum_ in self.running)
+        self.running = []
+        for sums in self.sums_by_place:
+            sums.clear()
+        before = [buffer.clone() for buffer in self.buffers]
+        for shard, part in zip(self.shards, self.split(images, labels), strict=True):
+            if before:  # with empty lists the function fails
+                torch._foreach_copy_(self.buffers, before)
+            self.merges = merges(shard, self.shards, (0, self.num_shards))
+            self.is_last = shard == self.shards[-1]
+            self.ready = set()
+            metrics = self.run_shard(shard, *part)  # calls `gradient_ready`
+            for place, parameter in enumerate(self.parameters):
+                if place not in self.ready:
+                    self.push_gradient(place, torch.zeros_like(parameter))
+            others = flatten([*(buffer.float() for buffer in self.statistics), metrics])
+            push(self.sums_by_place[-1], others, self.merges)
+        self.on_phase(Phase.gradient_sync)
+        for bucket in self.buckets[len(self.running) :]:
+            self.begin_bucket(bucket)
+        for sum_ in self.running[-BUCKETS_AHEAD:]:
+            sum_.gather()
+        *totals, last = (sum_.result() for sum_ in self.running)
         size = sum(map(torch.numel, self.statistics))
         rest, statistics, sums = last.split([len(last) - size - 4, size, 4])
         parts: list[Tensor] = []

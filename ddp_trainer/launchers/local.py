@@ -70,8 +70,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
     chosen = checked_copy(config)
     chosen.check_world_size(num_ranks)
     if num_ranks > 2 * usable_cores() and not torch.cuda.is_available():
-        text = f"num_ranks={num_ranks} on {usable_cores()} cores is slower than a rank for each"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(f"num_ranks={num_ranks} on {usable_cores()} cores is slow", stacklevel=2)
     is_script = hasattr(sys.modules["__main__"], "__file__")
     for key, section in chosen.sections.items():
         require(

@@ -1,6 +1,6 @@
 """Buffers, such as BatchNorm statistics: a rank trains with its own ones; their mean is saved."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -41,18 +41,6 @@ def averaged_statistics(model: nn.Module, world: World) -> Iterator[Tensor]:
         yield own
     finally:
         restore_buffers(model, own)
-
-
-@contextmanager
-def restored_on_error(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield copies of `buffers`; an exception copies them back, so the step can be taken again."""
-    kept = [buffer.clone() for buffer in buffers]
-    try:
-        yield kept
-    except BaseException:
-        if kept:  # with empty lists the function fails
-            torch._foreach_copy_(list(buffers), kept)
-        raise
 
 
 @contextmanager

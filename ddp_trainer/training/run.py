@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The next action of the loop: `step` in a new launch, any after ranks were lost or joined."""
+    """The loop's next action. A launch begins with `step`; after a loss, ranks go on with any."""
 
     control_point = 0
     evaluation = 1
@@ -49,7 +49,7 @@ class Observer:
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called before training begins or resumes, also after a rank was lost or has joined."""
+        """Called before training begins or resumes; on new objects if ranks were lost or joined."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""
@@ -61,9 +61,9 @@ class Observer:
         """Called after each optimizer step; ``run.step`` is its number, ``run.batch`` its batch."""
 
     def on_log(self, run: "TrainingRun") -> None:
-        """Called at each log point, and if training diverges; ``run.values`` is the log record.
+        """Called at log points, and at a control point which finds that training diverges.
 
-        ``run.log({tag: value})`` adds to the record, which loggers then write.
+        ``run.values`` is the log record; ``run.log({tag: value})`` adds to it before loggers write.
         """
 
     def on_evaluation(self, run: "TrainingRun") -> None:
@@ -85,9 +85,8 @@ class Observer:
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
         """Return this rank's numbers at a log point, equally many on each rank and in each call.
 
-        The all-reduce of the control point exchanges the numbers: in `on_log`,
-        ``run.gathered(self)`` returns the numbers of all ranks. If training diverges at a control
-        point that is not a log point, `on_log` is called, but there are no numbers.
+        The all-reduce of the control point exchanges them, and `on_log` gets those of all ranks
+        from ``run.gathered(self)``; there are none if it was called only because training diverges.
         """
         return ()
 

@@ -54,6 +54,8 @@ def build_kills(config: KillsConfig) -> Any:
 
         def on_phase(self, run: TrainingRun, phase: Phase) -> None:
             for delay in self.delays(run, phase.name):
+                if not delay:
+                    end_after(0)  # before another thread, which may have to wait for a core, would
                 threading.Thread(target=end_after, args=[delay], daemon=True).start()
 
         def on_evaluation(self, run: TrainingRun) -> None:
