@@ -47,13 +47,15 @@ class Config(schema.Config):
     __slots__ = ()
 
     def __init__(self, **values: Any) -> None:
+        values |= {key: by_name(values[key]) for key in registry.LIST_GROUPS if key in values}
         plain = flatten_keys(to_builtins(values))
         words = {key: f"{key}={in_yaml(value)}" for key, value in plain.items()}
         known = known_keys()
         for key in values:
-            section, _, name = key.rpartition(".")
-            fix = f'write {section}={{"{name}": …}}, or Config.compose("{key}=…")'
-            require(not section, f"{key} is a key inside of a section: {fix}")
+            require(
+                "." not in key and key != "experiment",
+                f'{key} is a key of the command line: write Config.compose("{key}=…")',
+            )
         with config_errors(words.values()):
             for key, text in words.items():
                 check_value(key, plain[key], text, known)
@@ -67,6 +69,8 @@ class Config(schema.Config):
         Raises:
             ConfigError: as the constructor.
         """
+        fix = "Config.compose takes texts: Config.compose('model=lenet', 'epochs=5')"
+        require(all(isinstance(word, str) for word in words), fix)
         load_plugins(plugin_modules())
         register_configs()
         with config_errors(words):
@@ -115,6 +119,18 @@ def values_of(config: schema.Config) -> dict[str, Any]:
 def in_yaml(value: Any) -> str:
     """Return a plain value as the command line has it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def by_name(value: Any) -> Any:
+    """Return a list of choices, or one choice, as a mapping, if there is an object of a schema."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    if not any(map(is_dataclass, parts)):
+        return value
+    names = [getattr(part, "name", part) for part in parts]
+    require(
+        len(parts) == len({*names}), f"{names} has a name twice: use a mapping with other names"
+    )
+    return dict(zip(names, parts, strict=True))
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,8 @@ def _check_name(group: Group, name: str, schema: type) -> None:
             f" {' '.join(marks)}, and begin with a letter, a digit or _"
         )
     taken = _choices[group.name].get(name)
-    if taken is not None and taken.schema is not schema:
+    # a module that is imported again, or a cell that runs again, makes another class of that name
+    if taken is not None and repr(taken.schema) != repr(schema):
         raise ValueError(
             f"{group.name}={name} is already registered by {taken.schema.__module__}: choose"
             " another name"

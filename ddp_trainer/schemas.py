@@ -9,11 +9,7 @@ from ddp_trainer.config.models import *
 from ddp_trainer.config.observers import *
 from ddp_trainer.config.optimizers import *
 from ddp_trainer.config.schedulers import *
-from ddp_trainer.config.schema import (
-    CheckConfig as CheckConfig,
-    CheckpointConfig as CheckpointConfig,
-    EmaConfig as EmaConfig,
-    OnCorruption as OnCorruption,
-    RecoveryConfig as RecoveryConfig,
-)
+from ddp_trainer.config.schema import *
 from ddp_trainer.config.sync import *
+
+del Config  # that of ddp_trainer also converts names, mappings and numbers

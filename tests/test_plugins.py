@@ -288,6 +288,9 @@ def test_a_name_is_a_word_and_registered_once() -> None:
     register_dataset("mine", MineConfig, builder="mine:build")
     # a module that is imported again
     register_dataset("mine", MineConfig, builder="mine:build_better")
+    again = make_dataclass("MineConfig", [("name", str, "mine")], bases=(MineConfig,))
+    again.__module__ = MineConfig.__module__  # as a cell that runs again, or a reload, makes it
+    register_dataset("mine", again, builder="mine:build_better")
     with pytest.raises(
         ValueError, match=r"^data=mine is already registered by test_plugins: choose another name$"
     ):

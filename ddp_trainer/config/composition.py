@@ -103,8 +103,10 @@ def to_builtins(config: Any) -> Any:
             return {str(key): to_builtins(value) for key, value in config.items()}
         case list() | tuple():
             return [to_builtins(value) for value in config]
-        case _ if getattr(config, "shape", None) == ():  # a number of numpy or torch
-            return config.item()
+        case Path():
+            return str(config)
+        case _ if hasattr(config, "tolist"):  # numbers of numpy or torch
+            return config.tolist()
     if is_dataclass(config):
         return {item.name: to_builtins(getattr(config, item.name)) for item in fields(config)}
     return config
@@ -121,11 +123,8 @@ def escaped(text: str) -> str:
 
 
 def map_text(change: Callable[[str], str], value: Any) -> Any:
-    """Return `value`, nested dicts and lists, with ``change(text)`` in place of each text.
-
-    Keys become text, because YAML reads the name of a class such as 3 as a number.
-    """
-    if isinstance(value, dict):
+    """Return `value`, nested dicts and lists, with ``change(text)`` in place of each text."""
+    if isinstance(value, dict):  # YAML reads a class named 3 as a number
         return {str(key): map_text(change, item) for key, item in value.items()}
     if isinstance(value, list):
         return [map_text(change, item) for item in value]

@@ -2,12 +2,13 @@
 
 import multiprocessing
 import os
-import shlex
+import signal
 import sys
 import threading
 import time
 import uuid
 import warnings
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ddp_trainer.config.errors import FAILURE, USER_ERROR, ConfigError, Transien
 from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.cores import usable_cores
 from ddp_trainer.distributed.environment import (
+    Environment,
     end_with_launcher,
     exit_rank,
     limit_spinning,
@@ -31,7 +33,7 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.launchers.agent import error_text, prepare_torchrun, root_cause
 from ddp_trainer.launchers.job_file import summary_since
-from ddp_trainer.observers.failures.report import report, report_failure
+from ddp_trainer.observers.failures.report import report, report_failure, script_command
 from ddp_trainer.public_config import Config, checked_copy
 from ddp_trainer.training.summary import Status, Summary
 from ddp_trainer.training_run import run
@@ -71,23 +73,27 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
     chosen.check_world_size(num_ranks)
     if num_ranks > 2 * usable_cores() and not torch.cuda.is_available():
         warnings.warn(f"num_ranks={num_ranks} on {usable_cores()} cores is slow", stacklevel=2)
-    is_script = hasattr(sys.modules["__main__"], "__file__")
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    require(
+        script is None or os.path.isfile(script),
+        f"ranks cannot import {script}: write the script to a file",
+    )
     for key, section in chosen.sections.items():
         require(
-            is_script or type(section).__module__ != "__main__",
+            script is not None or type(section).__module__ != "__main__",
             f"{key}={section.name} is registered in a cell, which ranks cannot import: write it to"
             " a .py file (%%writefile FILE.py), and import that file here",
         )
-    command = shlex.join(["python", *sys.argv]) if is_script else "run the same cell"
     # the ranks import a script by themselves, but not the modules that a notebook imports
     modules = {type(section).__module__ for section in chosen.sections.values()} - {"__main__"}
     limit_spinning()
     prepare_torchrun()
     run_dir = Path(run_dir or Path(chosen.output_dir).expanduser() / chosen.name)
     began = time.time()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         results = elastic_launch(launch_config(num_ranks, chosen.timeout_seconds), train_rank)(
-            to_builtins(chosen), str(run_dir), command, sorted(modules)
+            to_builtins(chosen), str(run_dir), script_command(Environment()), sorted(modules)
         )
     except SignalException:
         try:
@@ -97,6 +103,10 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
             raise LaunchError(reason) from error
     except ChildFailedError as error:
         raise error_of(error) from None
+    finally:  # torchrun's agent has replaced them, if this is the main thread
+        with suppress(ValueError):
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return Summary.from_json(results[0])
 
 

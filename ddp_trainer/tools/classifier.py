@@ -116,7 +116,7 @@ class Classifier:
         )
 
 
-def load(run_dir: str | Path, *, checkpoint: str = BEST, device: str = "auto") -> Classifier:
+def load(run_dir: str | Path, *, checkpoint: str | int = BEST, device: str = "auto") -> Classifier:
     """Return the classifier that was trained in `run_dir`.
 
     checkpoint: best, last, or a step; device: auto, cpu or cuda.
@@ -140,7 +140,10 @@ def pixels_of(image: Picture, channels: int) -> Tensor:
         ValueError: pixels have a wrong dtype or shape.
     """
     if isinstance(image, str | Path):
-        return read_file(Path(image), channels)
+        try:
+            return read_file(Path(image), channels)
+        except BadImageError as error:
+            raise BadImageError(f"{image}: {error}") from error
     if isinstance(image, Image.Image) and image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     if not isinstance(image, Tensor):

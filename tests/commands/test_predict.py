@@ -211,7 +211,7 @@ def test_errors_of_the_library_call_name_the_cause(run_dir: Path, tmp_path: Path
         (
             lambda: ddp_trainer.load(run_dir)(tmp_path / "missing.png"),
             BadImageError,
-            "No such file",
+            r"/missing\.png: No such file",
         ),
         (
             lambda: ddp_trainer.load(run_dir)(np.zeros((8, 8, 3))),

@@ -169,7 +169,11 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
         ({"observer": {"early_stopping": 3}}, "observer.early_stopping=3 replaces a whole section"),
         (
             {"optimizer.lr": 0.1},
-            'optimizer.lr is a key inside of a section: write optimizer={"lr": …}, or Config.',
+            'optimizer.lr is a key of the command line: write Config.compose("optimizer.lr=…")',
+        ),
+        (
+            {"experiment": "digits_resnet18"},
+            'experiment is a key of the command line: write Config.compose("experiment=…")',
         ),
         ({"checkpoint": 3}, "checkpoint=3 replaces a whole section: set the keys in it"),
         ({"epochs": 10**30}, f"epochs={10**30} must be between -2^63 and 2^63"),
@@ -228,6 +232,19 @@ def test_several_choices_are_names_or_a_mapping() -> None:
         assert same(config, words[0], "observer.early_stopping.patience=2")
 
 
+def test_objects_in_a_list_are_chosen_by_their_names() -> None:
+    stopping = schemas.EarlyStoppingConfig(patience=2)
+    words = ("observer=[early_stopping,report]", "observer.early_stopping.patience=2")
+    assert same(Config(observer=[stopping, "report"]), *words)
+    assert same(Config(metric=schemas.TopKConfig(k=3)), "metric=[topk]", "metric.topk.k=3")
+    assert error_of(lambda: Config(metric=[stopping])).startswith(
+        "metric.early_stopping=EarlyStoppingConfig() is of a class that is not registered for "
+    )
+    top = [schemas.TopKConfig(k=3), schemas.TopKConfig(k=7)]
+    assert error_of(lambda: Config(metric=top)).startswith("['topk', 'topk'] has a name twice: ")
+    assert len(Config(metric={"top3": top[0], "top7": top[1]}).metric) == 2
+
+
 def test_values_are_converted_as_on_the_command_line() -> None:
     config = Config(
         epochs=np.int64(3),
@@ -244,6 +261,8 @@ def test_values_are_converted_as_on_the_command_line() -> None:
     assert config.output_dir == "runs"
     assert config.precision is schema.Precision.bf16
     assert config.model.freeze == ["conv1", "bn1"]
+    assert Config(data={"mean": np.array([0.5])}).data.mean == [0.5]
+    assert to_builtins(Path("a/b")) == "a/b"
     weights = Config(loss={"class_weights": {3: 2.0}})
     assert weights.loss.class_weights == {"3": 2.0}
     assert same(weights, "loss.class_weights={3: 2.0}")
@@ -258,6 +277,9 @@ def test_words_of_the_command_line_are_composed(tmp_path: Path) -> None:
     assert config.data.root == f"{tmp_path}/a(1)"  # type: ignore[attr-defined]
     assert same(config, words[0], f'data.root="{tmp_path}/a(1)"', *words[2:])
     assert same(Config.compose())
+    for words in (["model=lenet"], Path("model=lenet")):
+        line = error_of(lambda words=words: Config.compose(words))  # type: ignore[arg-type]
+        assert line == "Config.compose takes texts: Config.compose('model=lenet', 'epochs=5')"
     for word in ("modle=lenet", "epochs=many", "model=a,b", "epochs", "optimizer.lr=???"):
         assert error_of(lambda word=word: Config.compose(word)) == command_line_error(word)
 

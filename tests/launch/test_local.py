@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -56,6 +57,7 @@ launch(config, num_ranks=2, run_dir="run")
 
 
 JOB = """
+import signal
 import sys
 
 import broken_parts
@@ -73,6 +75,7 @@ if __name__ == "__main__":
     plain = {"model": "lenet", "data": data, "global_batch_size": 12, "name": "run"}
     try:
         summary = launch(Config(**plain | KINDS[sys.argv[1]]), num_ranks=2)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         print("summary", summary.status, summary.steps)
     except (ConfigError, LaunchError) as error:
         print("raised", type(error).__name__, error)
@@ -223,6 +226,27 @@ def test_a_script_without_a_guard_ends_with_the_line_that_is_missing(tmp_path: P
     )
     assert len(lines) < 12, lines
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_script_that_ranks_cannot_import_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(RAISES)
+    with script.open() as text:
+        done = subprocess.run(
+            [sys.executable, "-"], stdin=text, capture_output=True, text=True, cwd=tmp_path
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "ConfigError: ranks cannot import <stdin>: write the script to a file"
+    )
+
+
+def test_a_failure_of_run_says_how_to_run_the_script_again(tmp_path: Path) -> None:
+    code, lines, _ = run_script(
+        RAISES.replace("num_ranks=3", "").replace("launch", "run"), tmp_path
+    )
+    assert code == 1, lines
+    assert any(line.endswith("to continue: python job.py") for line in lines), lines
 
 
 def test_an_exception_in_a_users_code_is_shown_once(tmp_path: Path) -> None:

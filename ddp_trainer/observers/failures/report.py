@@ -120,11 +120,18 @@ def write_error_file(path: str, text: str, *, since: float | None = None) -> Non
 
 def command_to_continue(environment: Environment) -> str:
     """Return the command line that started this run, without resume=never, so that it resumes."""
-    return RESUME_NEVER.sub("", environment.command or _own_command(environment))
+    own = ["-m", "ddp_trainer", *sys.argv[1:]]
+    return RESUME_NEVER.sub("", environment.command or _python_command(environment, own))
 
 
-def _own_command(environment: Environment) -> str:
-    words = shlex.join(["-m", "ddp_trainer", *sys.argv[1:]])
+def script_command(environment: Environment) -> str:
+    """Return the command that runs the calling script again."""
+    is_script = hasattr(sys.modules["__main__"], "__file__")
+    return _python_command(environment, sys.argv) if is_script else "run the same cell"
+
+
+def _python_command(environment: Environment, arguments: Sequence[str]) -> str:
+    words = shlex.join(arguments)
     if not environment.under_torchrun:
         return f"python {words}"
     num_nodes = environment.world_size // environment.local_world_size
