@@ -26,7 +26,7 @@ def output_file(
         ConfigError, TransientError: the file cannot be written; an old file at `path` is unchanged.
     """
     require(
-        os.path.isfile(path) or not os.path.lexists(path),
+        not os.path.lexists(path) or os.path.isfile(path),  # another process may create it
         f"{path} is a folder, a device or a broken link, which is not replaced{fix}",
     )
     try:

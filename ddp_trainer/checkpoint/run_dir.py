@@ -61,7 +61,7 @@ def lock_run_dir(
             check_config_file(run_dir, config)
             checkpoints = run_dir / "checkpoints"
             require(
-                checkpoints.is_dir() or not checkpoints.exists(),
+                not checkpoints.exists() or checkpoints.is_dir(),
                 f"{checkpoints} must be a folder: remove the file of that name",
             )
             if checkpoints.exists():

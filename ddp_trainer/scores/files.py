@@ -117,10 +117,6 @@ def replace_folder(folder: Path, *, fix: str = "") -> Iterator[Path]:
     Raises:
         ConfigError, TransientError: a file cannot be written, or `folder` is a link or a file.
     """
-    is_folder = folder.is_dir() and not folder.is_symlink()
-    require(
-        is_folder or not os.path.lexists(folder), f"{folder} is a link or a file: remove it{fix}"
-    )
     new = folder.with_name(f".{folder.name}.writing")
     old = folder.with_name(f".{folder.name}.old")
     holder = (
@@ -130,6 +126,8 @@ def replace_folder(folder: Path, *, fix: str = "") -> Iterator[Path]:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(folder.parent / ".lock", seconds=LOCK_SECONDS, holder=holder):
+            is_folder = not os.path.lexists(folder) or (folder.is_dir() and not folder.is_symlink())
+            require(is_folder, f"{folder} is a link or a file: remove it{fix}")
             try:
                 # an earlier process may have been killed between the two renames below
                 restore(folder, new=new, old=old)

@@ -1,6 +1,7 @@
 """``report`` of runs that were really trained, and ``report=true``."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from processes import launch, on_ranks
 from runs import TINY, records, train_on
 
 from ddp_trainer.commands import evaluate, freeze, report
+from ddp_trainer.output import output_file
 from ddp_trainer.tools.report.page import write_report
 
 
@@ -47,6 +49,23 @@ def test_reports_may_be_written_at_the_same_time(tmp_path: Path) -> None:
     on_ranks(4, write_reports, [tmp_path / "run"], tmp_path / "run/report.html")
     assert (tmp_path / "run/report.html").read_text().rstrip().endswith("</html>")
     assert not list((tmp_path / "run").glob(".*.writing"))
+
+
+def test_a_file_that_another_process_has_just_created_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    is_file = os.path.isfile
+
+    def is_file_then_created(path: Path) -> bool:
+        found = is_file(path)
+        Path(path).touch()
+        return found
+
+    monkeypatch.setattr(os.path, "isfile", is_file_then_created)
+    with output_file(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
 
 
 def write_reports(run_dirs: list[Path], output: Path) -> None:

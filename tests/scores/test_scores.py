@@ -255,6 +255,24 @@ def test_new_files_that_were_removed_leave_the_old_ones(tmp_path: Path) -> None:
     assert (tmp_path / "evaluation" / "old.txt").exists()
 
 
+def test_a_folder_that_another_process_has_just_created_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "best-test"
+    is_dir = Path.is_dir
+
+    def is_dir_then_created(path: Path) -> bool:
+        found = is_dir(path)
+        if path == folder:
+            folder.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_then_created)
+    with replace_folder(folder) as new:
+        (new / "metrics.json").touch()
+    assert (folder / "metrics.json").exists()
+
+
 def test_a_full_disk_is_one_line_and_the_old_files_stay(small_disk: Path) -> None:
     write(small_disk / "best-test", count=60)
     before = (small_disk / "best-test/metrics.json").read_bytes()
