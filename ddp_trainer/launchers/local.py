@@ -69,10 +69,10 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
         type(num_ranks) is int and num_ranks >= 1,
         f"num_ranks={num_ranks!r} must be a whole number, at least 1",
     )
-    chosen = checked_copy(config)
-    chosen.check_world_size(num_ranks)
     if num_ranks > 2 * usable_cores() and not torch.cuda.is_available():
         warnings.warn(f"num_ranks={num_ranks} on {usable_cores()} cores is slow", stacklevel=2)
+    chosen = checked_copy(config)
+    chosen.check_world_size(num_ranks)
     script = getattr(sys.modules["__main__"], "__file__", None)
     require(
         script is None or os.path.isfile(script),
