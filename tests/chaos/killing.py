@@ -29,6 +29,9 @@ class KillsConfig(ObserverConfig):
 SECONDS = 0.1
 """The time that a step takes at least as long as a kill is due."""
 
+ENDING = threading.Lock()
+"""Held by the thread that ends the process, so that a process is ended for one word only."""
+
 
 @register_observer("kills", KillsConfig)
 def build_kills(config: KillsConfig) -> Any:
@@ -36,62 +39,53 @@ def build_kills(config: KillsConfig) -> Any:
     from ddp_trainer import Observer, TrainingRun
     from ddp_trainer.training.phase import Phase
 
+    kills = [parse(word, Path(config.folder)) for word in config.plan.split()]
+
     class Kills(Observer):
         def __init__(self) -> None:
-            self.folder = Path(config.folder)
-            kills = list(map(parse, config.plan.split()))
-            self.steps = {kill.word: kill.step for kill in kills}
             self.plan = [kill for kill in kills if kill.slot == os.environ.get("RANK")]
 
-        def delays(self, run: TrainingRun, place: str) -> list[float]:
-            return [
-                kill.seconds
-                for kill in self.plan
-                if kill.place == place
-                and run.step >= kill.step
-                and is_first(self.folder / kill.word)
-            ]
-
         def on_phase(self, run: TrainingRun, phase: Phase) -> None:
-            for delay in self.delays(run, phase.name):
-                if not delay:
-                    end_after(0)  # before another thread, which may have to wait for a core, would
-                threading.Thread(target=end_after, args=[delay], daemon=True).start()
+            for kill in self.plan:
+                if kill.is_due(phase.name, run.step):
+                    kill.start()
 
         def on_evaluation(self, run: TrainingRun) -> None:
-            if self.delays(run, "evaluated"):
-                end_after(SECONDS)  # when the others have the result, too
+            for kill in self.plan:
+                if kill.is_due("evaluated", run.step):
+                    kill.end_process(SECONDS)  # when the others have the result, too
 
         def on_step(self, run: TrainingRun) -> None:
-            due = [word for word, step in self.steps.items() if step <= run.step]
-            if not all((self.folder / word).exists() for word in due):
+            if any(kill.step <= run.step and not kill.done.exists() for kill in kills):
                 time.sleep(SECONDS)
 
     return Kills()
 
 
-def is_first(path: Path) -> bool:
-    """Create a file, and return whether it did not exist."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 class Kill(NamedTuple):
-    word: str
     slot: str
     place: str
     step: int
     seconds: float
+    done: Path
+
+    def is_due(self, place: str, step: int) -> bool:
+        return self.place == place and self.step <= step and not self.done.exists()
+
+    def start(self) -> None:
+        """End the process in time, or at once if there is no delay: a thread may have to wait."""
+        if not self.seconds:
+            self.end_process()
+        threading.Thread(target=self.end_process, args=[self.seconds], daemon=True).start()
+
+    def end_process(self, delay: float = 0) -> None:
+        """End the process after `delay` seconds, and create the file `done` right before."""
+        time.sleep(delay)
+        with ENDING:
+            self.done.touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def parse(word: str) -> Kill:
+def parse(word: str, folder: Path) -> Kill:
     slot, place, step, milliseconds = word.split(":")
-    return Kill(word, slot, place, int(step), float(milliseconds) / 1000)
-
-
-def end_after(seconds: float) -> None:
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+    return Kill(slot, place, int(step), float(milliseconds) / 1000, folder / word)

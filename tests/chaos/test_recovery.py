@@ -190,7 +190,7 @@ def check_same_bits(
     summary = read_summary(running.run_dir)
     assert summary["weights_sha256"] == read_summary(whole)["weights_sha256"]
     assert curves(running.run_dir) == curves(whole)
-    assert summary["rounds"] > kills_done - 2  # two ranks may be lost at once
+    assert summary["rounds"] > kills_done / 2  # of three ranks, two may be lost at once
     assert "Traceback" not in output
     return summary
 

