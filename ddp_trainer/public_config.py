@@ -89,10 +89,12 @@ class Config(schema.Config):
 def checked_copy(config: Any) -> schema.Config:
     """Return a checked copy of `config`, in which attributes may have been set since it was made.
 
+    A config of the command line is returned as it is.
+
     Raises:
         ConfigError: as `Config`, or `config` is an object of another class.
     """
-    if type(config) is schema.Config:  # the command line has checked it
+    if type(config) is schema.Config:
         return config
     require(
         isinstance(config, Config),
@@ -122,7 +124,7 @@ def in_yaml(value: Any) -> str:
 
 
 def by_name(value: Any) -> Any:
-    """Return a list of choices, or one choice, as a mapping, if there is an object of a schema."""
+    """Return `value` as a mapping by name if it is, or has in it, an object of a schema."""
     parts = value if isinstance(value, list | tuple) else [value]
     if not any(map(is_dataclass, parts)):
         return value
@@ -176,7 +178,7 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
 
 
 def arguments(config: schema.Config) -> dict[str, Any]:
-    """Return arguments that make `config`: groups without defaults, and *** for passwords."""
+    """Return arguments that make `config`, with *** for passwords, and groups without defaults."""
     values = to_saved(config)
     for group in registry.GROUPS.values():
         parts = {}

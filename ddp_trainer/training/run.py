@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The loop's next action. A launch begins with `step`; after a loss, ranks go on with any."""
+    """The loop's next action, in the order after a step; a launch begins with `step`."""
 
     control_point = 0
     evaluation = 1
@@ -49,7 +49,7 @@ class Observer:
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called before training begins or resumes; on new objects if ranks were lost or joined."""
+        """Called before training begins or resumes; on a new observer if ranks are lost or join."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""
@@ -86,7 +86,7 @@ class Observer:
         """Return this rank's numbers at a log point, equally many on each rank and in each call.
 
         The all-reduce of the control point exchanges them, and `on_log` gets those of all ranks
-        from ``run.gathered(self)``; there are none if it was called only because training diverges.
+        from ``run.gathered(self)``, which is empty if training diverges between two log points.
         """
         return ()
 
