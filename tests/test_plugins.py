@@ -121,6 +121,7 @@ def build_wide(config, *, image_shape, num_classes):
 """
 
 
+@pytest.mark.fault("SIGKILL of a run with own parts")
 def test_a_killed_run_of_plugins_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
     whole, killed = (tmp_path / name for name in ("whole", "killed"))
     on_ranks(2, train_example, f"output_dir={tmp_path}", "name=whole")

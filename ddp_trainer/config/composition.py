@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,8 @@ def from_builtins(tree: dict[str, Any]) -> Config:
         ConfigError: a value breaks a rule, or the plug-in of a choice, such as a model, is missing.
         OmegaConfBaseException: a key is unknown, or a value has the wrong type.
     """
-    tree = map_text(escaped, tree)
-    config = OmegaConf.structured(Config)
+    schemas = {}
     for name, group in registry.GROUPS.items():
-        if group.several:
-            config[name] = {}
         for key, section in group.sections(tree[name]).items():
             choice = registry.choices(name).get(section.get("name"))
             if choice is None:
@@ -153,10 +151,23 @@ def from_builtins(tree: dict[str, Any]) -> Config:
                     f"{key}.name={section.get('name')} is unknown here: install its plug-in, or"
                     " import the .py file that registers it"
                 )
-            OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
-    result = OmegaConf.to_object(OmegaConf.merge(config, tree))
+            schemas[key] = choice.schema
+    tree = map_text(escaped, tree)
+    result = OmegaConf.to_object(OmegaConf.merge(_defaults(*schemas.items()), tree))
     assert isinstance(result, Config)
     return result
+
+
+@lru_cache(maxsize=1)
+def _defaults(*schemas: tuple[str, type]) -> DictConfig:
+    """Return the defaults of a config with these schemas of choices, by config key."""
+    config = OmegaConf.structured(Config)
+    for name, group in registry.GROUPS.items():
+        if group.several:
+            config[name] = {}
+    for key, schema in schemas:
+        OmegaConf.update(config, key, OmegaConf.structured(schema), merge=False)
+    return config
 
 
 def config_digest(config: Any) -> str:

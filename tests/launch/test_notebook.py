@@ -113,6 +113,7 @@ def test_an_interrupted_cell_is_saved_and_goes_on(notebook: Notebook, tmp_path: 
     assert second.rstrip().endswith("finished"), second
 
 
+@pytest.mark.fault("SIGKILL of the kernel of a notebook")
 def test_no_rank_outlives_a_killed_kernel_and_the_run_goes_on_bit_by_bit(
     notebook: Notebook, tmp_path: Path
 ) -> None:
