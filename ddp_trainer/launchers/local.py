@@ -73,7 +73,19 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
         warnings.warn(f"num_ranks={num_ranks} on {usable_cores()} cores is slow", stacklevel=2)
     chosen = checked_copy(config)
     chosen.check_world_size(num_ranks)
-    modules = modules_of(chosen)
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    require(
+        script is None or os.path.isfile(script),
+        f"ranks cannot import {script}: write the script to a file",
+    )
+    for key, section in chosen.sections.items():
+        require(
+            script is not None or type(section).__module__ != "__main__",
+            f"{key}={section.name} is registered in a cell, which ranks cannot import: write it to"
+            " a .py file (%%writefile FILE.py), and import that file here",
+        )
+    # the ranks import a script by themselves, but not the modules that a notebook imports
+    modules = {type(section).__module__ for section in chosen.sections.values()} - {"__main__"}
     limit_spinning()
     prepare_torchrun()
     run_dir = Path(run_dir or Path(chosen.output_dir).expanduser() / chosen.name)
@@ -81,7 +93,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         results = elastic_launch(launch_config(num_ranks, chosen.timeout_seconds), train_rank)(
-            to_builtins(chosen), str(run_dir), script_command(Environment()), modules
+            to_builtins(chosen), str(run_dir), script_command(Environment()), sorted(modules)
         )
     except SignalException:
         try:
@@ -96,30 +108,6 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return Summary.from_json(results[0])
-
-
-def modules_of(config: Config) -> list[str]:
-    """Return the modules that register choices of `config`; ranks import the script themselves.
-
-    Raises:
-        ConfigError: ranks cannot import the script, or a choice is registered in a cell.
-    """
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    require(
-        script is None or os.path.isfile(script),
-        f"ranks cannot import {script}: write the script to a file",
-    )
-    modules = {
-        type(section).__module__: f"{key}={section.name}"
-        for key, section in config.sections.items()
-    }
-    cell = modules.pop("__main__", None)
-    require(
-        script is not None or cell is None,
-        f"{cell} is registered in a cell, which ranks cannot import: write it to a .py file"
-        " (%%writefile FILE.py), and import that file here",
-    )
-    return sorted(modules)
 
 
 def launch_config(num_ranks: int, timeout_seconds: float) -> LaunchConfig:
