@@ -68,7 +68,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeforeEvaluation:
-    """What is set back if a rank is lost in an evaluation, which is then repeated."""
+    """The state before an evaluation, from which it is repeated if a rank is lost."""
 
     observers: dict[str, Any]
     """The states of the observers, as checkpoints have them."""
@@ -77,7 +77,7 @@ class BeforeEvaluation:
 
 
 class BeforeStep:
-    """A `StepHook` that keeps a copy of what the passes of a step change, to repeat the step."""
+    """A `StepHook` that copies the tensors that the passes of a step change, to repeat the step."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
