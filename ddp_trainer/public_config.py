@@ -60,7 +60,8 @@ class Config(schema.Config):
             for key, text in words.items():
                 check_value(key, plain[key], text, known)
             config = from_builtins(tree_of(values))
-        super().__init__(**values_of(config))
+        for item in fields(config):
+            setattr(self, item.name, getattr(config, item.name))
 
     @classmethod
     def compose(cls, *words: str) -> Self:
@@ -77,7 +78,7 @@ class Config(schema.Config):
             overrides = quote_texts(words)
             check_overrides(overrides)
             with initialize_config_dir(str(config_dir()), version_base="1.3"):
-                return cls(**values_of(to_config(compose("config", overrides))))
+                return cls(**to_builtins(to_config(compose("config", overrides))))
 
     def __repr__(self) -> str:
         """Return a call that makes this config, with the values that are not defaults."""
@@ -101,7 +102,7 @@ def checked_copy(config: Any) -> schema.Config:
         f"the config is of type {type(config).__name__} and must be a Config: write"
         " Config(epochs=5), for example",
     )
-    return Config(**values_of(config))
+    return Config(**{item.name: getattr(config, item.name) for item in fields(config)})
 
 
 @contextmanager
@@ -113,26 +114,23 @@ def config_errors(words: Iterable[str]) -> Iterator[None]:
         raise ConfigError(format_config_error(error, [*words])) from None
 
 
-def values_of(config: schema.Config) -> dict[str, Any]:
-    """Return the values of all fields."""
-    return {item.name: getattr(config, item.name) for item in fields(config)}
-
-
 def in_yaml(value: Any) -> str:
     """Return a plain value as the command line has it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def by_name(value: Any) -> Any:
-    """Return `value` as a mapping by name if it is, or has in it, an object of a schema."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    if not any(map(is_dataclass, parts)):
+    """Return a list of choices, or one choice, as a mapping by name; else return `value`."""
+    is_one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    parts: list[Any] = [value] if is_one else [*value]
+    if not all(isinstance(part, str) or is_dataclass(part) for part in parts):
         return value
     names = [getattr(part, "name", part) for part in parts]
     require(
         len(parts) == len({*names}), f"{names} has a name twice: use a mapping with other names"
     )
-    return dict(zip(names, parts, strict=True))
+    sections = [part if is_dataclass(part) else {} for part in parts]
+    return dict(zip(names, sections, strict=True))
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,13 +138,12 @@ def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = schema.Config()
     tree = to_builtins(dict(values))
     for name, group in registry.GROUPS.items():
-        value = values.get(name, getattr(defaults, name))
-        if not group.several:
-            tree[name] = section(name, value, getattr(defaults, name).name)
-            continue
-        if not isinstance(value, Mapping):
-            value = {key: {} for key in ([value] if isinstance(value, str) else value)}
-        tree[name] = {key: section(group.key(key), part, key) for key, part in value.items()}
+        default = getattr(defaults, name)
+        value = values.get(name, default)
+        if group.several:
+            tree[name] = {key: section(group.key(key), part, key) for key, part in value.items()}
+        else:
+            tree[name] = section(name, value, default.name)
     return tree
 
 
@@ -162,11 +159,9 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
     if isinstance(value, str):
         value = {"name": value}
     if not isinstance(value, Mapping):
-        fix = "replaces a whole section: set the keys in it"
-        require(is_dataclass(value), f"{key}={in_yaml(value)} {fix}")
         require(
             registry.find(group, type(value)) is not None,
-            f"{key}={type(value).__name__}() is of a class that is not registered for {group}:"
+            f"{key} is of class {type(value).__name__}, which is not registered for {group}:"
             f" register_{'dataset' if group == 'data' else group} does that",
         )
     tree = {"name": default, **to_builtins(value)}

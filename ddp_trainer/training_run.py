@@ -5,7 +5,6 @@ import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from ddp_trainer.distributed.world import World
 from ddp_trainer.files import replace_text
 from ddp_trainer.observers.console import EpochLines, ProgressBar, SkipWarning, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
-from ddp_trainer.observers.failures.report import script_command
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
 from ddp_trainer.observers.loggers.base import Loggers, build_loggers
 from ddp_trainer.observers.pictures import Pictures
@@ -62,8 +60,6 @@ def run(config: Config, run_dir: Path | str | None = None) -> Summary:
         TransientError: a condition that may go away, such as another launch in the same directory.
     """
     environment = read_environment()
-    if type(config) is not Config and environment.command is None:
-        environment = replace(environment, command=script_command(environment))
     config = checked_copy(config)
     run_dir = Path(run_dir or Path(config.output_dir).expanduser() / config.name)
     start = partial(set_up, config, environment)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,22 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+@cache
+def without_choices() -> DictConfig:
+    """Return the defaults of the config, in which the sections of all groups are left out."""
+    config = OmegaConf.structured(Config)
+    for name, group in registry.GROUPS.items():
+        config[name] = {} if group.several else MISSING  # filled in by the choice
+    return config
+
+
 def register_configs() -> None:
     """Register with Hydra the root schema, the schemas of all choices, and the default choices."""
     store = ConfigStore.instance()
-    schema = OmegaConf.structured(Config)
+    schema = without_choices().copy()
     config = Config()
     defaults: list[Any] = ["schema"]
     for name, group in registry.GROUPS.items():
-        schema[name] = {} if group.several else MISSING  # filled in by the choice
         chosen = getattr(config, name)
         defaults.append({name: list(chosen) if group.several else chosen.name})
         for choice in registry.choices(name).values():
@@ -142,7 +150,7 @@ def from_builtins(tree: dict[str, Any]) -> Config:
         ConfigError: a value breaks a rule, or the plug-in of a choice, such as a model, is missing.
         OmegaConfBaseException: a key is unknown, or a value has the wrong type.
     """
-    schemas = {}
+    config = without_choices().copy()
     for name, group in registry.GROUPS.items():
         for key, section in group.sections(tree[name]).items():
             choice = registry.choices(name).get(section.get("name"))
@@ -151,23 +159,10 @@ def from_builtins(tree: dict[str, Any]) -> Config:
                     f"{key}.name={section.get('name')} is unknown here: install its plug-in, or"
                     " import the .py file that registers it"
                 )
-            schemas[key] = choice.schema
-    tree = map_text(escaped, tree)
-    result = OmegaConf.to_object(OmegaConf.merge(_defaults(*schemas.items()), tree))
+            OmegaConf.update(config, key, OmegaConf.structured(choice.schema), merge=False)
+    result = OmegaConf.to_object(OmegaConf.merge(config, map_text(escaped, tree)))
     assert isinstance(result, Config)
     return result
-
-
-@lru_cache(maxsize=1)
-def _defaults(*schemas: tuple[str, type]) -> DictConfig:
-    """Return the defaults of a config with these schemas of choices, by config key."""
-    config = OmegaConf.structured(Config)
-    for name, group in registry.GROUPS.items():
-        if group.several:
-            config[name] = {}
-    for key, schema in schemas:
-        OmegaConf.update(config, key, OmegaConf.structured(schema), merge=False)
-    return config
 
 
 def config_digest(config: Any) -> str:

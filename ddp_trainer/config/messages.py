@@ -133,8 +133,9 @@ def _as_one(text: str, known: Keys) -> str:
 
 def check_value(key: str, value: Any, text: str, known: Keys) -> None:
     """Raise ConfigError for a value that is no mapping, if `key` cannot have it. text: key=value"""
+    is_section = any(other.startswith(f"{key}.") for other in known)
     require(
-        key in registry.GROUPS or not is_dataclass(known.get(key, (None,))[0]),
+        key in registry.GROUPS or not is_section,
         f"{text} replaces a whole section: set the keys in it",
     )
     require(

@@ -33,7 +33,7 @@ from ddp_trainer.distributed.environment import (
 )
 from ddp_trainer.launchers.agent import error_text, prepare_torchrun, root_cause
 from ddp_trainer.launchers.job_file import summary_since
-from ddp_trainer.observers.failures.report import report, report_failure, script_command
+from ddp_trainer.observers.failures.report import own_command, report, report_failure
 from ddp_trainer.public_config import Config, checked_copy
 from ddp_trainer.training.summary import Status, Summary
 from ddp_trainer.training_run import run
@@ -73,19 +73,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
         warnings.warn(f"num_ranks={num_ranks} on {usable_cores()} cores is slow", stacklevel=2)
     chosen = checked_copy(config)
     chosen.check_world_size(num_ranks)
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    require(
-        script is None or os.path.isfile(script),
-        f"ranks cannot import {script}: write the script to a file",
-    )
-    for key, section in chosen.sections.items():
-        require(
-            script is not None or type(section).__module__ != "__main__",
-            f"{key}={section.name} is registered in a cell, which ranks cannot import: write it to"
-            " a .py file (%%writefile FILE.py), and import that file here",
-        )
-    # the ranks import a script by themselves, but not the modules that a notebook imports
-    modules = {type(section).__module__ for section in chosen.sections.values()} - {"__main__"}
+    modules = modules_for_ranks(chosen.sections)
     limit_spinning()
     prepare_torchrun()
     run_dir = Path(run_dir or Path(chosen.output_dir).expanduser() / chosen.name)
@@ -93,7 +81,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         results = elastic_launch(launch_config(num_ranks, chosen.timeout_seconds), train_rank)(
-            to_builtins(chosen), str(run_dir), script_command(Environment()), sorted(modules)
+            to_builtins(chosen), str(run_dir), own_command(Environment()), modules
         )
     except SignalException:
         try:
@@ -104,10 +92,30 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
     except ChildFailedError as error:
         raise error_of(error) from None
     finally:  # torchrun's agent has replaced them, if this is the main thread
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError):
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return Summary.from_json(results[0])
+
+
+def modules_for_ranks(sections: dict[str, Any]) -> list[str]:
+    """Return the modules, besides the script, that ranks import for the choices in `sections`.
+
+    ConfigError if ranks cannot import the script, or a choice is registered in a notebook's cell.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    require(
+        script is None or os.path.isfile(script),
+        f"ranks cannot import {script}: write the script to a file",
+    )
+    modules = {type(part).__module__: f"{key}={part.name}" for key, part in sections.items()}
+    here = modules.pop("__main__", None)
+    require(
+        script is not None or here is None,
+        f"{here} is registered in a cell, which ranks cannot import: write it to a .py file"
+        " (%%writefile FILE.py), and import that file here",
+    )
+    return sorted(modules)
 
 
 def launch_config(num_ranks: int, timeout_seconds: float) -> LaunchConfig:

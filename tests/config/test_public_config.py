@@ -158,7 +158,7 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
         ({"model": schemas.LeNetConfig}, "model=LeNetConfig is a class: write LeNetConfig()"),
         (
             {"model": schemas.SGDConfig()},
-            "model=SGDConfig() is of a class that is not ",
+            "model is of class SGDConfig, which is not registered for model: register_model does ",
         ),
         (
             {"metric": ["macro_f2"]},
@@ -167,6 +167,10 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
         ({"metric": 3}, "metric=3 is not the name of a choice: "),
         ({"observer": {"early_stopping": {"patiense": 3}}}, "observer.early_stopping.patiense=3 "),
         ({"observer": {"early_stopping": 3}}, "observer.early_stopping=3 replaces a whole section"),
+        (
+            {"observer": {"unknown": 3}},
+            "observer.unknown is of class int, which is not registered ",
+        ),
         (
             {"optimizer.lr": 0.1},
             'optimizer.lr is a key of the command line: write Config.compose("optimizer.lr=…")',
@@ -220,7 +224,8 @@ def test_a_choice_is_a_name_a_mapping_or_an_object() -> None:
 
 def test_several_choices_are_names_or_a_mapping() -> None:
     words = ("observer=[early_stopping,report]", "logger=[jsonl]", "metric=[macro_f1]")
-    for names in (["early_stopping", "report"], ("early_stopping", "report")):
+    both = ["early_stopping", "report"]
+    for names in (both, tuple(both), np.array(both), (name for name in both)):
         assert same(Config(observer=names, logger="jsonl", metric=["macro_f1"]), *words)
     mapping = {"early_stopping": {"patience": 2}, "report": {}}
     objects = {
@@ -238,10 +243,11 @@ def test_objects_in_a_list_are_chosen_by_their_names() -> None:
     assert same(Config(observer=[stopping, "report"]), *words)
     assert same(Config(metric=schemas.TopKConfig(k=3)), "metric=[topk]", "metric.topk.k=3")
     assert error_of(lambda: Config(metric=[stopping])).startswith(
-        "metric.early_stopping=EarlyStoppingConfig() is of a class that is not registered for "
+        "metric.early_stopping is of class EarlyStoppingConfig, which is not registered for "
     )
     top = [schemas.TopKConfig(k=3), schemas.TopKConfig(k=7)]
     assert error_of(lambda: Config(metric=top)).startswith("['topk', 'topk'] has a name twice: ")
+    assert error_of(lambda: Config(metric=["topk", "topk"])).startswith("['topk', 'topk'] has a ")
     assert len(Config(metric={"top3": top[0], "top7": top[1]}).metric) == 2
 
 

@@ -238,7 +238,8 @@ TORCHRUN = "torchrun --nproc_per_node=2 --master-port=29500 -m ddp_trainer"
 def test_the_command_to_continue_resumes(
     command: str | None, words: list[str], expected: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["ddp_trainer", *words])
+    monkeypatch.setattr(sys, "argv", ["lib/ddp_trainer/__main__.py", *words])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "a script", raising=False)
     environment = Environment(
         world_size=2, local_world_size=2, under_torchrun=True, command=command
     )

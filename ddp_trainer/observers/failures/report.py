@@ -120,18 +120,16 @@ def write_error_file(path: str, text: str, *, since: float | None = None) -> Non
 
 def command_to_continue(environment: Environment) -> str:
     """Return the command line that started this run, without resume=never, so that it resumes."""
-    own = ["-m", "ddp_trainer", *sys.argv[1:]]
-    return RESUME_NEVER.sub("", environment.command or _python_command(environment, own))
+    return RESUME_NEVER.sub("", environment.command or own_command(environment))
 
 
-def script_command(environment: Environment) -> str:
-    """Return the command that runs the calling script again."""
-    is_script = hasattr(sys.modules["__main__"], "__file__")
-    return _python_command(environment, sys.argv) if is_script else "run the same cell"
-
-
-def _python_command(environment: Environment, arguments: Sequence[str]) -> str:
-    words = shlex.join(arguments)
+def own_command(environment: Environment) -> str:
+    """Return the command that runs the program of this process again, a script or ddp_trainer."""
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        return "run the same cell"
+    script = Path(sys.argv[0])
+    program = ["-m", script.parent.name] if script.name == "__main__.py" else [sys.argv[0]]
+    words = shlex.join([*program, *sys.argv[1:]])
     if not environment.under_torchrun:
         return f"python {words}"
     num_nodes = environment.world_size // environment.local_world_size

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def flat_items(tree: dict[Any, Any], *place: str) -> Iterator[tuple[str, str]]:
 
 def rows_by_key(columns: Sequence[dict[str, str]]) -> list[list[str]]:
     """Return a row [key, value in each of `columns`] for each key, in the order of the keys."""
-    keys = dict.fromkeys(key for column in columns for key in column)
+    keys = dict.fromkeys(chain.from_iterable(columns))
     return [[key, *(column.get(key, UNKNOWN) for column in columns)] for key in keys]
 
 
