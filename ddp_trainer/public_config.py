@@ -88,7 +88,7 @@ class Config(schema.Config):
 
 
 def checked_copy(config: Any) -> schema.Config:
-    """Return a checked copy of `config`, in which attributes may have been set since it was made.
+    """Return a checked copy of `config`, whose attributes may have changed since it was made.
 
     A config of the command line is returned as it is.
 
@@ -115,12 +115,12 @@ def config_errors(words: Iterable[str]) -> Iterator[None]:
 
 
 def in_yaml(value: Any) -> str:
-    """Return a plain value as the command line has it."""
+    """Return a plain value as text, as in a setting of the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def by_name(value: Any) -> Any:
-    """Return a list of choices, or one choice, as a mapping by name; else return `value`."""
+    """Return a choice, or a list of choices, as a dict by name, and any other value unchanged."""
     is_one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
     parts: list[Any] = [value] if is_one else [*value]
     if not all(isinstance(part, str) or is_dataclass(part) for part in parts):
@@ -162,7 +162,7 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
         require(
             registry.find(group, type(value)) is not None,
             f"{key} is of class {type(value).__name__}, which is not registered for {group}:"
-            f" register_{'dataset' if group == 'data' else group} does that",
+            f" register it with register_{'dataset' if group == 'data' else group}",
         )
     tree = {"name": default, **to_builtins(value)}
     if tree["name"] not in registry.choices(group):
@@ -173,7 +173,7 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
 
 
 def arguments(config: schema.Config) -> dict[str, Any]:
-    """Return arguments that make `config`, with *** for passwords, and groups without defaults."""
+    """Return arguments that make `config`, without default values in groups; passwords are ***."""
     values = to_saved(config)
     for group in registry.GROUPS.values():
         parts = {}

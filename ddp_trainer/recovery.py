@@ -68,7 +68,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeforeEvaluation:
-    """The state before an evaluation, from which it is repeated if a rank is lost."""
+    """The observers and records before an evaluation, to restore if a rank is lost in it."""
 
     observers: dict[str, Any]
     """The states of the observers, as checkpoints have them."""
@@ -77,12 +77,12 @@ class BeforeEvaluation:
 
 
 class BeforeStep:
-    """A `StepHook` that copies the tensors that the passes of a step change, to repeat the step."""
+    """A `StepHook` that copies buffers and metric sums, so that a step can be repeated."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
         self.count = -1
-        """The number of steps before the step to which `kept` belongs."""
+        """`TrainStep.count` when `kept` was copied."""
         self.kept: list[tuple[Tensor, Tensor]] = []
         """Buffers, such as BatchNorm statistics, and the sums of metrics, each with a copy."""
 
@@ -95,7 +95,7 @@ class BeforeStep:
         pass
 
     def restore(self) -> None:
-        """Undo what an interrupted step has changed; after a whole step, do nothing."""
+        """Restore the copies if the step was interrupted; after a whole step, do nothing."""
         if self.count == self.step.count:
             for tensor, copy in self.kept:
                 tensor.copy_(copy)
@@ -405,7 +405,9 @@ class RecoveryLog(Observer):
             return
         seconds = time.monotonic() - self.began
         self.lost_seconds += seconds
-        logger.info("%s; %d ranks went on %.2f s later", self.news, run.world.world_size, seconds)
+        size = run.world.world_size
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        logger.info("%s; %s went on %.2f s later", self.news, ranks, seconds)
         self.news = ""
 
     def on_log(self, run: TrainingRun) -> None:

@@ -63,7 +63,7 @@ def launch(config: Config, num_ranks: int = 2, *, run_dir: Path | str | None = N
         ConfigError: the config is not valid for this machine, data set or number of ranks.
         LaunchError: a rank failed, or could not start because of a condition that may go away.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as Process.start asks
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as Process.start tests
         os._exit(IMPORTS_LAUNCH)
     require(
         type(num_ranks) is int and num_ranks >= 1,
@@ -158,8 +158,8 @@ def train_rank(tree: dict[str, Any], run_dir: str, command: str, modules: list[s
         report_failure(error, environment)
         exit_rank(FAILURE)
     if summary.status is Status.stopped:
-        # A launching process that got the signal too waits for the end of the ranks and reads no
-        # result, but a rank ends only when its result is read. The timer then ends the rank.
+        # If the launching process got the signal too, it waits for the ranks and reads no result. A
+        # rank ends only when its result is read, so the timer ends it.
         leave = threading.Timer(READ_SECONDS, os._exit, [0])
         leave.daemon = True
         leave.start()

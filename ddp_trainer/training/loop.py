@@ -79,14 +79,14 @@ def begin(run: TrainingRun) -> None:
     run.emit("start")
     if run.config.compile:
         run.enter(Phase.compilation)
-    # After the loss of a rank the model is known to work, and only DDP needs these passes again.
+    # After the loss of a rank the model is known to work, and shards do not use DDP.
     if not (run.recovery.is_resumed and run.config.shards):
         prime(run.train_step, run.loaders, run.config)
 
 
 def begin_epoch(run: TrainingRun) -> None:
     """Prepare for the steps of a new epoch, or for the remaining steps of a resumed epoch."""
-    taken = run.step if run.stage is Stage.step else run.step - 1  # without the one in progress
+    taken = run.step if run.stage is Stage.step else run.step - 1  # the last one is not complete
     run.epoch = taken // run.steps_per_epoch
     steps_done = run.step - run.epoch * run.steps_per_epoch
     run.results = None
@@ -123,7 +123,7 @@ def in_data_phase(batches: Iterable[Any], enter: Callable[[Phase], None]) -> Ite
 
 
 def control_point(run: TrainingRun) -> bool:
-    """Log and save if due; return whether training stops now.
+    """Log and save if due; return whether training stops now; RoundEndedError if a rank joins.
 
     Collective: every rank must call this after each step. This function communicates at control
     points only.
@@ -237,7 +237,7 @@ def save(run: TrainingRun, *, is_best: bool) -> None:
 
     Raises:
         DesynchronizedError: on all ranks, if the replicas are not equal.
-        DivergedError: a weight is infinite or NaN; it is not saved, because nobody could use it.
+        DivergedError: a weight is infinite or NaN; a checkpoint with it would be useless.
     """
     run.enter(Phase.save)
     check_replicas(run.model, run.world, step=run.step)
@@ -350,7 +350,7 @@ def summarize(run: TrainingRun) -> Summary:
 
 
 def repeat_summary(run: TrainingRun) -> Summary:
-    """Return the saved summary of a run without remaining steps; evaluate if it is lost or old.
+    """Return the summary of a run without remaining steps; evaluate if no saved one fits.
 
     Collective: every rank must call this.
     """

@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The loop's next action, in the order after a step; a launch begins with `step`."""
+    """The loop's next action, in the order of the actions that complete a step."""
 
     control_point = 0
     evaluation = 1
@@ -43,13 +43,13 @@ class Observer:
     """Watches a training. A subclass overrides the methods that it needs; the others do nothing.
 
     Every rank has all observers of the config and calls them in the same order. A method may
-    therefore be collective, except two: `on_phase`, because ranks may evaluate different numbers of
-    batches, and `on_failure`, because other ranks may have ended. An exception in a method ends the
-    training, except in `on_failure`, where it is logged as a warning.
+    therefore be collective, except three: `on_phase`, because ranks may evaluate different numbers
+    of batches, and `on_failure` and `state_dict`, because other ranks may have ended. An exception
+    in a method ends the training, except in `on_failure`, where it is logged as a warning.
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called before training begins or resumes; on a new observer if ranks are lost or join."""
+        """Called before training begins or resumes; again, on new objects, when ranks change."""
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""
@@ -80,10 +80,10 @@ class Observer:
         """
 
     def on_end(self, run: "TrainingRun") -> None:
-        """Called at the end of a launch that did not fail, after all files were written."""
+        """Called at the end of a launch that did not fail, after checkpoints and summary.json."""
 
     def rank_values(self, run: "TrainingRun") -> Sequence[float]:
-        """Return this rank's numbers at a log point, equally many on each rank and in each call.
+        """Return numbers of this rank at a log point, always the same count, on every rank.
 
         The all-reduce of the control point exchanges them, and `on_log` gets those of all ranks
         from ``run.gathered(self)``, which is empty if training diverges between two log points.
@@ -95,7 +95,7 @@ class Observer:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as builtins and tensors; that of rank 0 is saved."""
+        """Return the state to save, as builtins and tensors; all ranks restore the same one."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class TrainingRun:
         self.results: SampleResults | None = None
         """This rank's results if the model was evaluated after the last step, else None."""
         self.stage = Stage.step
-        """What follows next."""
+        """The loop's next action."""
         self.is_stopping = False
         """Whether a graceful stop (a signal, or the stop file) ends this launch."""
         self.recovery = RecoveryState(checkpoints.restore)

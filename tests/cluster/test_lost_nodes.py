@@ -16,7 +16,7 @@ from cluster.test_nodes import Job
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not can_make_hosts(), reason="root")]
 
 WORDS = (*TINY, "data.num_train=960", "shards=6", "recovery.silent_seconds=3")
-WENT_ON = re.compile(r"rank \d on (\S+) was lost at step \d+; \d ranks went on ([\d.]+) s later")
+WENT_ON = re.compile(r"rank \d on (\S+) was lost at step \d+; \d ranks? went on ([\d.]+) s later")
 
 
 def paced(is_slow: Path) -> tuple[str, ...]:

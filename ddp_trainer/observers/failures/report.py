@@ -14,7 +14,7 @@ from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.files import replace_text
 
 REPORTED = "reported by FailureMonitor"
-"""The note on an error that has been reported already."""
+"""The note on an error that needs no further report."""
 RESUME_NEVER = re.compile(r""" +(['"]?)\+{0,2}resume=never\1(?= |$)""")
 
 
@@ -35,9 +35,9 @@ class Reporter:
         since: float | None = None,
         is_repeatable: bool = False,
     ) -> None:
-        """Report `lines`, and `title` with the path of the file that gets `text`.
+        """Write `text` to a file, and report `lines`, and `title` with the path of that file.
 
-        name: the name of that file in the run directory. since: as for the function `report`.
+        name: the name of the file in the run directory. since: as for the function `report`.
         is_repeatable: whether the same command would fail again.
         """
         paths = (self._run_dir / "checkpoints").glob("step-*.pt")
@@ -124,7 +124,7 @@ def command_to_continue(environment: Environment) -> str:
 
 
 def own_command(environment: Environment) -> str:
-    """Return the command that runs the program of this process again, a script or ddp_trainer."""
+    """Return the command that starts this program again; in a notebook, say to run the cell."""
     if not hasattr(sys.modules["__main__"], "__file__"):
         return "run the same cell"
     script = Path(sys.argv[0])
