@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ddp_trainer.checkpoint.file import State, broadcast_state, write_file
-from ddp_trainer.config.errors import one_line, require
+from ddp_trainer.config.errors import one_line, plural, require
 from ddp_trainer.config.schema import RecoveryConfig
 from ddp_trainer.data.dataset import Datasets
 from ddp_trainer.distributed.environment import Environment, set_interface
@@ -405,9 +405,9 @@ class RecoveryLog(Observer):
             return
         seconds = time.monotonic() - self.began
         self.lost_seconds += seconds
-        size = run.world.world_size
-        ranks = "1 rank" if size == 1 else f"{size} ranks"
-        logger.info("%s; %s went on %.2f s later", self.news, ranks, seconds)
+        logger.info(
+            "%s; %s went on %.2f s later", self.news, plural(run.world.world_size, "rank"), seconds
+        )
         self.news = ""
 
     def on_log(self, run: TrainingRun) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from ddp_trainer.commands.command_line import errors_as_exit_codes, run_command
 from ddp_trainer.commands.options import wants_help
-from ddp_trainer.config.errors import POSITIVE, config_class, require, setting
+from ddp_trainer.config.errors import POSITIVE, config_class, plural, require, setting
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.distributed.process_group import process_group
 from ddp_trainer.observers.failures.stacks import stacks_of
-from ddp_trainer.tools.doctor import examine, plural
+from ddp_trainer.tools.doctor import examine
 
 
 @config_class

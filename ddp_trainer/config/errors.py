@@ -135,6 +135,11 @@ def one_line(text: object) -> str:
     return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(text)).split())[:300]
 
 
+def plural(number: int, noun: str) -> str:
+    """Return the number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean …?`` with the names in `known` that are similar to `word`, or "".
 

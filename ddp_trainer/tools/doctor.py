@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import ConfigError, plural
 from ddp_trainer.cores import usable_cores
 from ddp_trainer.distributed.environment import (
     installed_versions,
@@ -184,8 +184,3 @@ def fitness_findings(ranks: Sequence[tuple[str, dict[str, float]]]) -> list[Find
         value = f"{low:,.1f} {unit}{spread}"
         findings.append(Finding(name, value, advice if share < SLOW else ""))
     return findings
-
-
-def plural(number: int, noun: str) -> str:
-    """Return the number with its noun: ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

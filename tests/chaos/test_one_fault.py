@@ -47,7 +47,7 @@ def test_an_exception_ends_the_job_and_is_reported_once(tmp_path: Path) -> None:
     assert "between steps after step 5" in text  # the fault comes before the forward pass
     assert f"last good checkpoint: {tmp_path / 'run/checkpoints/step-0000000'}" in text
     assert re.search(
-        r"to continue: torchrun --nproc_per_node=3 --master-port=\d+ -m ddp_trainer model=lenet",
+        r"to continue: torchrun --nproc_per_node=3 --master-port=\d+ \S+/faulty\.py model=lenet",
         text,
     )
     assert "boom in the worker" in (tmp_path / "run/failure.log").read_text()
@@ -64,7 +64,7 @@ def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(fault: str, tmp_path
     assert "was lost (killed, perhaps by the kernel because memory was full, or aborted by" in text
     assert f"last good checkpoint: the newest in {tmp_path / 'run/checkpoints'}" in text
     assert re.search(
-        r"to continue: torchrun --nproc_per_node=2 --master-port=\d+ -m ddp_trainer model=lenet",
+        r"to continue: torchrun --nproc_per_node=2 --master-port=\d+ \S+/faulty\.py model=lenet",
         text,
     )
     train_on(2, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2")
