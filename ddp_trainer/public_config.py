@@ -161,8 +161,8 @@ def section(key: str, value: Any, default: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         require(
             registry.find(group, type(value)) is not None,
-            f"{key} is of class {type(value).__name__}, which is not registered for {group}:"
-            f" register it with register_{'dataset' if group == 'data' else group}",
+            f"{key} is of class {type(value).__name__}: write a name, a dict, or an object of a"
+            f" class that register_{'dataset' if group == 'data' else group} has registered",
         )
     tree = {"name": default, **to_builtins(value)}
     if tree["name"] not in registry.choices(group):

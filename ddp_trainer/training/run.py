@@ -27,7 +27,7 @@ Values = dict[str, Value]
 
 
 class Stage(IntEnum):
-    """The loop's next action, in the order of the actions that complete a step."""
+    """The loop's next action, in the order after a step; `step` begins the next one."""
 
     control_point = 0
     evaluation = 1
@@ -49,7 +49,10 @@ class Observer:
     """
 
     def on_start(self, run: "TrainingRun") -> None:
-        """Called before training begins or resumes; again, on new objects, when ranks change."""
+        """Called before training begins or resumes.
+
+        When ranks are lost or join, all observers are made anew, and this is called again.
+        """
 
     def on_epoch(self, run: "TrainingRun") -> None:
         """Called before the first step of an epoch, and when a launch resumes within an epoch."""

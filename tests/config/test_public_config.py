@@ -158,7 +158,7 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
         ({"model": schemas.LeNetConfig}, "model=LeNetConfig is a class: write LeNetConfig()"),
         (
             {"model": schemas.SGDConfig()},
-            "model is of class SGDConfig, which is not registered for model: register_model does ",
+            "model is of class SGDConfig: write a name, a dict, or an object of a class that ",
         ),
         (
             {"metric": ["macro_f2"]},
@@ -169,7 +169,7 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
         ({"observer": {"early_stopping": 3}}, "observer.early_stopping=3 replaces a whole section"),
         (
             {"observer": {"unknown": 3}},
-            "observer.unknown is of class int, which is not registered ",
+            "observer.unknown is of class int: write a name, a dict, or an object of a class that ",
         ),
         (
             {"optimizer.lr": 0.1},
@@ -243,7 +243,7 @@ def test_objects_in_a_list_are_chosen_by_their_names() -> None:
     assert same(Config(observer=[stopping, "report"]), *words)
     assert same(Config(metric=schemas.TopKConfig(k=3)), "metric=[topk]", "metric.topk.k=3")
     assert error_of(lambda: Config(metric=[stopping])).startswith(
-        "metric.early_stopping is of class EarlyStoppingConfig, which is not registered for "
+        "metric.early_stopping is of class EarlyStoppingConfig: write a name, a dict, or an object "
     )
     top = [schemas.TopKConfig(k=3), schemas.TopKConfig(k=7)]
     assert error_of(lambda: Config(metric=top)).startswith("['topk', 'topk'] has a name twice: ")
