@@ -125,7 +125,7 @@ def in_data_phase(batches: Iterable[Any], enter: Callable[[Phase], None]) -> Ite
 def control_point(run: TrainingRun) -> bool:
     """Log and save if due; return whether training stops now; RoundEndedError if a rank joins.
 
-    Collective: every rank must call this after each step. Only control points communicate.
+    Collective: every rank must call this after each step; it communicates at control points only.
     """
     run.enter(Phase.control_point)
     decision = decide(run)
