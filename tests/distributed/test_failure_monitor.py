@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import redirect_stderr
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,6 +222,29 @@ def test_sigquit_prints_the_places_and_all_stacks(tmp_path: Path) -> None:
 TORCHRUN = "torchrun --nproc_per_node=2 --master-port=29500 -m ddp_trainer"
 
 
+def start_as(monkeypatch: pytest.MonkeyPatch, module: str | None, words: list[str]) -> None:
+    """Let this process look as if ``python -m module``, or a script, had been started."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(sys, "argv", ["lib/train.py", *words])
+    monkeypatch.setattr(main, "__file__", "lib/train.py", raising=False)
+    monkeypatch.setattr(main, "__spec__", find_spec(module) if module else None)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (None, "python lib/train.py 'a b'"),
+        ("ddp_trainer.__main__", "python -m ddp_trainer 'a b'"),
+        ("ddp_trainer.commands.report", "python -m ddp_trainer.commands.report 'a b'"),
+    ],
+)
+def test_the_own_command_starts_the_same_program(
+    module: str | None, expected: str, monkeypatch
+) -> None:
+    start_as(monkeypatch, module, ["a b"])
+    assert command_to_continue(Environment()) == expected
+
+
 @pytest.mark.parametrize(
     ("command", "words", "expected"),
     [
@@ -238,8 +262,7 @@ TORCHRUN = "torchrun --nproc_per_node=2 --master-port=29500 -m ddp_trainer"
 def test_the_command_to_continue_resumes(
     command: str | None, words: list[str], expected: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["lib/ddp_trainer/__main__.py", *words])
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "a script", raising=False)
+    start_as(monkeypatch, "ddp_trainer.__main__", words)
     environment = Environment(
         world_size=2, local_world_size=2, under_torchrun=True, command=command
     )

@@ -125,10 +125,11 @@ def command_to_continue(environment: Environment) -> str:
 
 def own_command(environment: Environment) -> str:
     """Return the command that starts this program again; in a notebook, say to run the cell."""
-    if not hasattr(sys.modules["__main__"], "__file__"):
+    main = sys.modules["__main__"]
+    if not hasattr(main, "__file__"):
         return "run the same cell"
-    script = Path(sys.argv[0])
-    program = ["-m", script.parent.name] if script.name == "__main__.py" else [sys.argv[0]]
+    module = main.__spec__  # None for a script
+    program = ["-m", module.name.removesuffix(".__main__")] if module else sys.argv[:1]
     words = shlex.join([*program, *sys.argv[1:]])
     if not environment.under_torchrun:
         return f"python {words}"
