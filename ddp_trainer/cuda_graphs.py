@@ -198,8 +198,7 @@ class CapturedLoader:
         for name, values in params.items():
             self.params[name][first:].copy_(values)
         self.row.fill_(first)
-        own_ids = self.ids[first:].clone()
-        for ids in own_ids:
+        for ids in self.ids[first:].clone():
             images, labels = self.captured()
             yield Batch(images, labels, ids)
 

@@ -47,10 +47,8 @@ def output_file(
 
 
 @contextmanager
-def output_folder(folder: Path, *, fix: str = "") -> Iterator[None]:
+def output_folder(folder: Path) -> Iterator[None]:
     """Create and lock `folder`, and remove temporary files that killed processes left in it.
-
-    fix: the end of the message of an error.
 
     Raises:
         ConfigError, TransientError: the folder cannot be written, or another process writes to it.
@@ -63,6 +61,6 @@ def output_folder(folder: Path, *, fix: str = "") -> Iterator[None]:
             remove_unfinished(folder)
         except OSError as error:
             raise path_error(
-                error, f"{folder} cannot be written: {error.strerror or error}{fix}"
+                error, f"{folder} cannot be written: {error.strerror or error}{OTHER_OUTPUT}"
             ) from error
         yield

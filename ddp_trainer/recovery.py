@@ -355,21 +355,17 @@ class RecoveryLog(Observer):
         self.members: dict[str, list[str]] = {}
         """The nonce and the host of each member of the last round, by its slot."""
         self.lost_seconds = 0.0
-        self.num_rounds = 0
         self.sizes: list[list[int]] = []
         """For each round the first step, and the number of ranks."""
-        self.news = ""
-        self.began = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("job", "members", "lost_seconds", "num_rounds", "sizes")
+        names = ("job", "members", "lost_seconds", "sizes")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["job"] == self.job:
             self.members = state["members"]
         self.lost_seconds = state["lost_seconds"]
-        self.num_rounds = state["num_rounds"]
         self.sizes = state["sizes"]
 
     def on_phase(self, run: TrainingRun, phase: Phase) -> None:
@@ -392,7 +388,6 @@ class RecoveryLog(Observer):
         self.began = time.monotonic() - max(paused)
         former = self.members
         self.members = self.rounds.membership.members()
-        self.num_rounds += 1
         self.sizes = [*self.sizes, [run.step, run.world.world_size]]
         lost = [slot for slot, entry in former.items() if self.members.get(slot) != entry]
         new = [slot for slot, entry in self.members.items() if former.get(slot) != entry]
@@ -413,7 +408,7 @@ class RecoveryLog(Observer):
     def on_log(self, run: TrainingRun) -> None:
         run.log(
             {
-                "recovery/rounds": self.num_rounds,
+                "recovery/rounds": len(self.sizes),
                 "recovery/lost_seconds": self.lost_seconds,
                 "recovery/world_size": run.world.world_size,
             }
@@ -421,7 +416,7 @@ class RecoveryLog(Observer):
 
     def summary_values(self, run: TrainingRun) -> Mapping[str, Any]:
         return {
-            "rounds": self.num_rounds,
+            "rounds": len(self.sizes),
             "lost_seconds": self.lost_seconds,
             "ranks_by_step": self.sizes,
         }

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_trainer.data.loaders import Batch
-from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.sync.base import flatten, unflatten
 from ddp_trainer.sync.buffers import (
     flatten_buffers,
@@ -159,8 +158,7 @@ class ShardedStep(TrainStep):
     def run_shard(self, shard: int, images: Tensor, labels: Tensor) -> Tensor:
         """Run forward and backward of a shard; return the values of its `MetricSums`, float32."""
         self.on_phase(Phase.forward)
-        seed = derive_seed(self.settings.seed, step=self.count, purpose=f"shard {shard}")
-        seed_device(self.world.device, seed)
+        self.seed(f"shard {shard}")
         loss, loss_sum, logits = self.compute_loss(self.model, images, labels)
         sums = MetricSums(self.world.device)
         sums.add(loss_sum, logits, labels)

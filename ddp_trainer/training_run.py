@@ -28,7 +28,7 @@ from ddp_trainer.files import replace_text
 from ddp_trainer.observers.console import EpochLines, ProgressBar, SkipWarning, logging_to
 from ddp_trainer.observers.failures.monitor import FailureMonitor
 from ddp_trainer.observers.gradient_check import CorruptionError, GradientCheck
-from ddp_trainer.observers.loggers.base import Loggers, build_loggers
+from ddp_trainer.observers.loggers.base import Logger, Loggers
 from ddp_trainer.observers.pictures import Pictures
 from ddp_trainer.observers.ranks import Ranks
 from ddp_trainer.observers.start_lines import log_changes, log_header
@@ -229,9 +229,9 @@ def build_run(
     )
     rounds.connect(monitor)
     stack.enter_context(rounds.watched())
-    logger_configs = config.logger.values() if world.is_main else ()
+    chosen = config.logger if world.is_main else {}
     loggers = stack.enter_context(
-        world.raise_on_any_rank(lambda: build_loggers(logger_configs, run_dir))
+        Loggers(build_each("logger", chosen, world, run_dir, returns=Logger))
     )
     loaders = setup.build_loaders()
     tree = to_saved(config)
@@ -307,12 +307,13 @@ def report_to_observers(training: TrainingRun) -> None:
 
 
 def build_each(
-    group: str, configs: Mapping[str, Any], world: World, *, returns: Any
+    group: str, configs: Mapping[str, Any], world: World, *arguments: Any, returns: Any
 ) -> dict[str, Any]:
     """Return the parts that the config chooses in a group, by name. Collective."""
     return world.raise_on_any_rank(
         lambda: {
-            name: registry.build(group, part, returns=returns) for name, part in configs.items()
+            name: registry.build(group, part, *arguments, returns=returns)
+            for name, part in configs.items()
         }
     )
 

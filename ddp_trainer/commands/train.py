@@ -23,7 +23,7 @@ from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.launchers.job_file import read_job
 from ddp_trainer.launchers.sweeps import register_launchers
-from ddp_trainer.launchers.sweeps.results import Row, add_result, print_results, score_of
+from ddp_trainer.launchers.sweeps.results import RESULTS, Row, print_results, score_of
 from ddp_trainer.runtime import disable_gc
 
 
@@ -93,16 +93,14 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
         sweep.enter_context(process_group(environment, **config.process_group))
     summary = run(config, run_dir)
     if sweep is not None and environment.rank == 0:
-        overrides = HydraConfig.get().overrides.task
-        row = Row(
-            overrides=overrides,
+        RESULTS[run_dir] = Row(
+            overrides=HydraConfig.get().overrides.task,
             run_dir=run_dir,
             score=score_of(summary),
             select_by=config.select_by,
             is_higher_better=is_higher_better(config.select_by, config.metric),
             seconds=summary.seconds,
         )
-        add_result(row)
     if sweep is not None and summary.status is Status.stopped:
         sys.exit(0)  # raises SystemExit, because after an Exception Hydra runs the next job
     return score_of(summary)

@@ -56,7 +56,6 @@ def rule(words: str, holds: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 POSITIVE = rule("greater than 0", lambda value: value > 0)
-AT_LEAST_ONE = rule("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE = rule("0 or more", lambda value: value >= 0)
 UP_TO_ONE = rule("in [0, 1]", lambda value: 0 <= value <= 1)
 BELOW_ONE = rule("in [0, 1)", lambda value: 0 <= value < 1)

@@ -7,7 +7,6 @@ from typing import Any
 from ddp_trainer import registry
 from ddp_trainer.config.data import DigitsConfig
 from ddp_trainer.config.errors import (
-    AT_LEAST_ONE,
     FREE,
     NAMED,
     POSITIVE,
@@ -82,7 +81,7 @@ class RecoveryConfig:
     """
     join_seconds: float = setting(60.0, POSITIVE)
     """Seconds for which the start waits for all ranks, and fewer than min_ranks for others."""
-    silent_seconds: float = setting(10.0, AT_LEAST_ONE)
+    silent_seconds: float = setting(10.0, rule("at least 1", lambda value: value >= 1))
     """A rank without heartbeats for so many seconds is lost, for example with its node. At least 1,
     because ranks that are busy send heartbeats late.
     """

@@ -28,8 +28,6 @@ def draw_mix(augmentation: Augmentation, *, epoch: int, step: int) -> Mix:
     1905.04899).
     """
     config = augmentation.config
-    height = augmentation.height
-    width = augmentation.width
     chance = augmentation.random("mix", epoch=epoch, step=step)
     is_cutmix = config.mixup == 0 or (config.cutmix > 0 and chance.random() < 0.5)
     alpha = config.cutmix if is_cutmix else config.mixup
@@ -38,9 +36,9 @@ def draw_mix(augmentation: Augmentation, *, epoch: int, step: int) -> Mix:
         return Mix(weight, None)
 
     scale = (1 - weight) ** 0.5
-    top, bottom = span(chance.random(), scale, height)
-    left, right = span(chance.random(), scale, width)
-    cut = (bottom - top) * (right - left) / (height * width)
+    top, bottom = span(chance.random(), scale, augmentation.height)
+    left, right = span(chance.random(), scale, augmentation.width)
+    cut = (bottom - top) * (right - left) / (augmentation.height * augmentation.width)
     return Mix(1 - cut, (top, left, bottom, right))
 
 

@@ -82,11 +82,6 @@ class Environment:
         port = self.master_port
         require(0 < port < 2**16, f"MASTER_PORT={port} must be 1 to 65535: {FIX}")
 
-    @property
-    def is_one_node(self) -> bool:
-        """Whether all ranks are on this node."""
-        return self.world_size == self.local_world_size
-
     def record_start(self) -> None:
         """Write a file that makes `is_restart` true when torchrun starts this rank again.
 
@@ -208,9 +203,9 @@ def starts_incomplete(variables: Mapping[str, str] = os.environ) -> bool:
     return variables.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1"
 
 
-def visible_gpus(count: int, variables: Mapping[str, str] = os.environ) -> list[str]:
+def visible_gpus(count: int) -> list[str]:
     """Return the first `count` entries of CUDA_VISIBLE_DEVICES, or "0", "1", … if it is not set."""
-    names = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     return [name.strip() for name in names.split(",")][:count]
 
 
@@ -252,7 +247,7 @@ def set_interface(
     user has set are kept. Raises the ConfigError of `check_interface`.
     """
     check_interface(variables)
-    is_one_node = environment.is_one_node
+    is_one_node = environment.world_size == environment.local_world_size
     if interface := "lo" if is_one_node else interface_towards(environment.master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         if not is_one_node:

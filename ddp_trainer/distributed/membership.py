@@ -91,10 +91,6 @@ class Round:
     slots: list[int]
     nonces: list[str]
 
-    def rank_of(self, slot: int) -> int:
-        """Return the rank of the member `slot`."""
-        return self.slots.index(slot)
-
 
 def ended_key(host: str, pid: int) -> str:
     """Return the key in torchrun's store that the agent of an ended process sets."""
@@ -289,10 +285,7 @@ class Membership:
     def has_candidates(self) -> bool:
         """Whether a process waits to join the round."""
         members = self.round.nonces if self.round else []
-        waiting = (entry for entry, _ in list(self._seen.values()) if entry.is_waiting)
-        return any(
-            e.nonce not in members and not self._is_lost(e, FORMING_SECONDS) for e in waiting
-        )
+        return any(entry.nonce not in members for entry in self._candidates())
 
     def fail(self, reason: str) -> TransientError:
         """Record that the job has failed, for processes that ask to join; return the error."""

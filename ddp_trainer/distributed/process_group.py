@@ -24,7 +24,6 @@ from ddp_trainer.distributed.world import World
 
 T = TypeVar("T")
 
-
 FORMING_TIMEOUT = timedelta(seconds=10)
 """Time limit for the connections of a new round."""
 MAX_UNFORMED = 10
@@ -84,7 +83,7 @@ def process_group(
     )
 
     yield World(
-        rank=members.rank_of(environment.rank) if members else environment.rank,
+        rank=members.slots.index(environment.rank) if members else environment.rank,
         world_size=len(members.slots) if members else environment.world_size,
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
@@ -162,7 +161,7 @@ def _join_members(
                 dist.init_process_group(
                     backend,
                     store=store,
-                    rank=members.rank_of(membership.slot),
+                    rank=members.slots.index(membership.slot),
                     world_size=len(members.slots),
                     timeout=FORMING_TIMEOUT,
                     device_id=device if backend == "nccl" else None,

@@ -67,7 +67,8 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
     store.set(arrived[rank], nonce)
     for _ in _polls(store, timeout):
         if rank == 0:
-            _publish_name(store, own_name, arrived)
+            nonces = [store.get(key).decode() for key in arrived if store.check([key])]
+            store.set("round", json.dumps([own_name, *nonces]))
         name = _accepted_name(store, nonce)
         if name is None:
             continue
@@ -83,11 +84,6 @@ def join_round(store: dist.Store, *, rank: int, world_size: int, timeout: timede
         f"{world_size - len(missing)} of {world_size} ranks came within"
         f" {timeout.total_seconds():.0f} s, missing: {', '.join(missing)}"
     )
-
-
-def _publish_name(store: dist.Store, name: str, arrived: list[str]) -> None:
-    nonces = [store.get(key).decode() for key in arrived if store.check([key])]
-    store.set("round", json.dumps([name, *nonces]))
 
 
 def _accepted_name(store: dist.Store, nonce: str) -> str | None:

@@ -44,7 +44,6 @@ QUIET = (
 )
 """Loggers that are silenced, because they repeat that a rank has failed or node 0 has ended."""
 
-
 EXIT_SECONDS = 30
 """How long an agent waits at its end for those of other nodes, of which some may be lost."""
 

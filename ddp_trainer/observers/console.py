@@ -96,13 +96,9 @@ def logging_to(run_dir: Path, *, rank: int) -> Iterator[None]:
 class SkipWarning(Observer):
     """Warns of the first skipped update of a launch, for on_nonfinite=skip."""
 
-    def __init__(self) -> None:
-        self.has_warned = False
-
     def on_log(self, run: TrainingRun) -> None:
-        skipped = run.values["optim/skipped_updates"]
-        if skipped and not self.has_warned:
-            self.has_warned = True
+        if skipped := run.values["optim/skipped_updates"]:
+            run.events.stop_calling("on_log", self)
             logger.warning(
                 "%g updates up to step %d were skipped, because their gradients are not finite:"
                 " optim/skipped_updates in metrics.jsonl counts them",

@@ -177,7 +177,7 @@ class GradientCheck:
             target = (self.world.rank + shift) % ranks
             images = pass_on(images, length, self.world, source=source, target=target)
             labels = pass_on(labels, length, self.world, source=source, target=target)
-        step.seed(rank=source)
+        step.seed(f"rank {source}")
         gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         with preserved_buffers(step.model):
             for part in step.split(images, labels):

@@ -68,7 +68,6 @@ PHASE_MARGIN = 2.0
 more than this many times as much time in another phase.
 """
 
-MIB = 2**20
 GROWTH_EPOCHS = 10
 """A warning names a rank whose memory has grown in each of so many consecutive epochs."""
 GROWTH_MB = 64.0
@@ -400,5 +399,5 @@ def growing_rank(memory_mb: Tensor) -> int | None:
 def peak_memory_mb(device: torch.device) -> float:
     """Return this rank's peak in MiB: on a GPU the memory that torch allocated, else resident."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / MIB
+        return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

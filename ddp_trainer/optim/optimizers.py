@@ -71,9 +71,8 @@ def build_lars(config: LARSConfig, parameters: list[Parameter], *, lr: float) ->
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks, 2017 (arXiv
     1708.03888).
     """
-    groups = without_decay_of_vectors(parameters, config.weight_decay)
     return timm_optimizers().Lars(
-        groups,
+        without_decay_of_vectors(parameters, config.weight_decay),
         lr,
         momentum=config.momentum,
         nesterov=config.nesterov,

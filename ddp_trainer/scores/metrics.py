@@ -1,7 +1,5 @@
 """The metrics that a run can compute in addition to loss and accuracy (the group ``metric``)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,7 @@ from ddp_trainer.config.metrics import (
     MacroF1Config,
     TopKConfig,
 )
-
-Metric = Callable[[Tensor, Tensor], float]
-"""Returns a score from probabilities, float32 [N, C], and labels, int64 [N], of all samples."""
+from ddp_trainer.training.evaluation import Metric
 
 
 def build_balanced_accuracy(config: BalancedAccuracyConfig) -> Metric:
@@ -21,8 +17,7 @@ def build_balanced_accuracy(config: BalancedAccuracyConfig) -> Metric:
 
     def balanced_accuracy(probabilities: Tensor, labels: Tensor) -> float:
         correct, support, _ = counts(probabilities, labels)
-        recalls = correct / support
-        return float(recalls[support > 0].mean())
+        return float((correct / support)[support > 0].mean())
 
     return balanced_accuracy
 

@@ -89,8 +89,8 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
+@torch.no_grad()
 def unflatten(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write `vector`, [n], which has the elements in the order of `flatten`, into `tensors`."""
-    with torch.no_grad():
-        for tensor, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+    for tensor, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -10,8 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.world import World, waiting
 
-PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
 
 def synchronize_batch_norm(model: nn.Module, world: World) -> nn.Module:
     """Replace each BatchNorm layer of `model` by one that uses the batches of all ranks.
@@ -23,7 +21,11 @@ def synchronize_batch_norm(model: nn.Module, world: World) -> nn.Module:
     """
     layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     for layer in layers:
-        check_layer(layer)
+        require(
+            type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+            f"sync.batch_norm=sync cannot replace the layer {type(layer).__name__} of this model:"
+            " use sync.batch_norm=local, or a model with torch's BatchNorm",
+        )
     require(
         bool(layers),
         "sync.batch_norm=sync needs a model with BatchNorm, and this model has none: use"
@@ -38,15 +40,6 @@ def synchronize_batch_norm(model: nn.Module, world: World) -> nn.Module:
         assert isinstance(layer, CPUSyncBatchNorm)
         layer.process_group = world.group
     return model
-
-
-def check_layer(layer: nn.Module) -> None:
-    """Check that `layer` is torch's BatchNorm and does nothing else; ConfigError if not."""
-    require(
-        type(layer) in PLAIN,
-        f"sync.batch_norm=sync cannot replace the layer {type(layer).__name__} of this model: use"
-        " sync.batch_norm=local, or a model with torch's BatchNorm",
-    )
 
 
 class CPUSyncBatchNorm(_BatchNorm):

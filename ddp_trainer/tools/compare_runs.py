@@ -60,9 +60,8 @@ def read(path: Path) -> State:
 def difference(one: State, other: State) -> str | None:
     """Return the name of the first value that differs, such as ``model.0.weight``, or None."""
     left, right = (leaves({part: state.get(part) for part in PARTS}) for state in (one, other))
-    for name in sorted(left.keys() | right.keys()):
-        if name not in left or name not in right:
-            return name
+    if unpaired := left.keys() ^ right.keys():
+        return min(unpaired)
     return next((name for name in left if not are_equal(left[name], right[name])), None)
 
 

@@ -125,7 +125,7 @@ def export_model(
     """Lock `folder`, write the model to it, and return a line for each file: see `write_files`."""
     check_formats(formats)
     batches = example_images(trained, num_images)
-    with output_folder(folder, fix=OTHER_OUTPUT):
+    with output_folder(folder):
         return write_files(trained, folder, formats, batches)
 
 

@@ -10,8 +10,6 @@ from ddp_trainer.files import replace_text
 
 logger = logging.getLogger(__name__)
 
-FILE = "bad_images.jsonl"
-
 
 class BadSamples:
     """The samples that any rank could not read; bad_images.jsonl lists them if they are skipped."""
@@ -27,7 +25,7 @@ class BadSamples:
         self.own = own
         self.world = world
         self.are_skipped = are_skipped
-        self.path = folder / FILE
+        self.path = folder / "bad_images.jsonl"
         self.reasons: dict[str, str] = {}
 
     def gather(self) -> None:

@@ -78,10 +78,7 @@ class ControlPoint:
         self.log_every_steps = log_every_steps
         self.save_every_steps = save_every_steps
         self.save_every_seconds = save_every_seconds
-        self.next_step = 0
         self.step_seconds = CONTROL_SECONDS
-        self.last_step = 0
-        self.last_time = time.perf_counter()
         self.saved_at = time.perf_counter()
         self.is_save_postponed = False
 

@@ -161,7 +161,7 @@ def decide(run: TrainingRun) -> Decision | None:
         step.sync.synchronize(step.optimizer)
     requests = Requests(
         stop=run.should_stop(),
-        requested_stop=run.has_requested_stop,
+        requested_stop=run.requested_stop is not None,
         save=run.has_requested_save,
         join=run.recovery.has_candidates(),
         bad_samples=len(run.bad_samples.own),
@@ -355,8 +355,7 @@ def repeat_summary(run: TrainingRun) -> Summary:
     """
     logger.info("%s: nothing left to train after step %d", run.status, run.step)
     text = read_summary(run.run_dir, run.step) if run.world.is_main else ""
-    text = run.world.broadcast_object(text)
-    if text:
+    if text := run.world.broadcast_object(text):
         return Summary.from_json(text)
     run.epoch = (run.step - 1) // run.steps_per_epoch
     evaluate_model(run)

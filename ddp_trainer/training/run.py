@@ -217,7 +217,8 @@ class TrainingRun:
         self.is_stopping = False
         """Whether a graceful stop (a signal, or the stop file) ends this launch."""
         self.recovery = RecoveryState(checkpoints.restore)
-        self._requested_stop: str | None = None
+        self.requested_stop: str | None = None
+        """The reason that an observer of this rank has given to `request_stop`, if one has."""
         self.has_requested_save = False
         """Whether an observer of this rank has called `request_save` since the last decision."""
         self._by_rank: dict[Observer, Tensor] = {}
@@ -278,7 +279,7 @@ class TrainingRun:
         One rank is enough to request it. The model is then evaluated and saved, and summary.json
         contains `reason`. The same command then does not train any further.
         """
-        self._requested_stop = reason
+        self.requested_stop = reason
 
     def request_save(self) -> None:
         """Save a checkpoint at the next control point. One rank is enough to request it."""
@@ -323,17 +324,12 @@ class TrainingRun:
         columns = zip(lengths, by_rank.split(list(lengths.values()), dim=1), strict=True)
         self._by_rank = {self.events.observers[name]: part for name, part in columns}
 
-    @property
-    def has_requested_stop(self) -> bool:
-        """Whether an observer of this rank has called `request_stop`."""
-        return self._requested_stop is not None
-
     def share_stop_request(self) -> None:
         """Set ``progress.stop_reason`` on all ranks if any rank has requested a stop. Collective.
 
         If no rank has, a reason that was restored from a checkpoint is kept.
         """
-        reasons = self.world.all_gather_object(self._requested_stop)
+        reasons = self.world.all_gather_object(self.requested_stop)
         requested = (reason for reason in reasons if reason is not None)
         self.progress.stop_reason = next(requested, self.progress.stop_reason)
 

@@ -27,10 +27,9 @@ def refresh_statistics(run: TrainingRun) -> None:
     """
     steps = run.steps_per_epoch
     model = run.train_step.models[-1]
-    pairs = zip(run.model.modules(), model.modules(), strict=True)
     layers = [
         layer
-        for trained, layer in pairs
+        for trained, layer in zip(run.model.modules(), model.modules(), strict=True)
         if isinstance(layer, _BatchNorm) and layer.track_running_stats and trained.training
     ]  # a frozen layer is not in training mode
     if not layers or steps >= SHORT_EPOCH or run.step % steps:

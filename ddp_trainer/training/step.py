@@ -65,7 +65,6 @@ class TrainStep:
         loss: Loss,
         settings: StepSettings,
         world: World,
-        on_phase: Callable[[Phase], None] = lambda phase: None,
     ) -> None:
         self.model = model
         self.sync = sync
@@ -76,7 +75,7 @@ class TrainStep:
         self.loss_per_sample = loss
         self.settings = settings
         self.world = world
-        self.on_phase = on_phase
+        self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.hooks: list[StepHook] = []
         decay = settings.ema_decay
         self.ema = None if decay is None else AveragedWeights(model, decay)
@@ -122,7 +121,7 @@ class TrainStep:
         The sum of these parts over ranks is the mean loss of the global batch. images: float32
         [B, C, H, W]. labels: int64 [B], or with mixup and CutMix float32 [B, classes].
         """
-        self.seed(self.world.rank)
+        self.seed(f"rank {self.world.rank}")
         factor = self.lr_factor(self.count)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -156,9 +155,9 @@ class TrainStep:
         self.on_phase(Phase.between_steps)
         return loss
 
-    def seed(self, rank: int) -> None:
-        """Seed torch's generators by step and rank, so that a resumed run has the same dropout."""
-        seed = derive_seed(self.settings.seed, step=self.count, purpose=f"rank {rank}")
+    def seed(self, purpose: str) -> None:
+        """Seed torch's generators by step and purpose: a resumed run then has the same dropout."""
+        seed = derive_seed(self.settings.seed, step=self.count, purpose=purpose)
         seed_device(self.world.device, seed)
 
     def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:

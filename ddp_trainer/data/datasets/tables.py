@@ -10,8 +10,6 @@ from typing import Any, TextIO
 
 from ddp_trainer.config.errors import ConfigError, one_line, path_error, printable, require
 
-DELIMITERS = (",", ";", "\t")
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -101,7 +99,7 @@ def delimiter_of(text: TextIO) -> str:
     """Return the delimiter that the header has most often."""
     header = text.readline()
     text.seek(0)
-    return max(DELIMITERS, key=header.count)
+    return max((",", ";", "\t"), key=header.count)
 
 
 def read_json_lines(file: Path) -> Table:

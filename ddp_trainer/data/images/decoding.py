@@ -49,7 +49,6 @@ ASPECT = math.log(4 / 3)
 CENTER = 0.875
 """The side of the center crop, as a share of the shorter side of an image: 224 of 256."""
 
-
 LUMA = (0.299, 0.587, 0.114)
 """The weights of red, green and blue in a gray value, from ITU-R BT.601, as in Pillow."""
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"

@@ -25,7 +25,7 @@ from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.launchers.job_file import summary_since
-from ddp_trainer.launchers.sweeps.results import Row, add_result, score_of
+from ddp_trainer.launchers.sweeps.results import RESULTS, Row, score_of
 from ddp_trainer.training.summary import Status
 
 
@@ -120,7 +120,7 @@ class JobLauncher(Launcher):
             print(f"error: {error}", file=sys.stderr, flush=True)
         self.run(list(jobs.values()))
         for job in jobs.values():
-            add_result(job.row())
+            RESULTS[job.run_dir] = job.row()
         results = [job.result if isinstance(job, Job) else job for job in outcomes]
         failed = [str(result) for result in results if isinstance(result, JobError)]
         if failed:

@@ -52,20 +52,15 @@ def score_of(summary: Summary) -> float:
     return math.nan if value is None else value
 
 
-class Results:
-    """The jobs of the sweep that this process runs, in the order in which they ended."""
-
-    rows: dict[Path, Row] = {}  # noqa: RUF012  # one sweep in a process
-
-
-def add_result(row: Row) -> None:
-    """Add a job to the table; a job that a sweeper repeats has one row."""
-    Results.rows[row.run_dir] = row
+RESULTS: dict[Path, Row] = {}
+"""The jobs of the sweep that this process runs, in the order in which they ended, by `run_dir`: a
+job that a sweeper repeats has one row.
+"""
 
 
 def print_results() -> None:
     """Print the table, and the command that compares the runs; nothing without several jobs."""
-    rows = sorted(Results.rows.values(), key=lambda row: row.rank, reverse=True)
+    rows = sorted(RESULTS.values(), key=lambda row: row.rank, reverse=True)
     if len(rows) < 2:
         return
     print_table(to_table(rows))
@@ -102,14 +97,13 @@ def means(rows: Sequence[Row]) -> Iterator[str]:
 
 def to_table(rows: Sequence[Row]) -> Table:
     """Return a table with a column for each key whose value differs between the jobs."""
-    settings = [row.settings for row in rows]
     varied = varied_keys(rows)
     score = f"best {rows[0].select_by}"
     table = Table(*(Column(key, justify="right") for key in (*varied, score, "seconds")))
     table.add_column("run directory", overflow="fold")
-    for row, values in zip(rows, settings, strict=True):
+    for row in rows:
         table.add_row(
-            *(values.get(key, "") for key in varied),
+            *(row.settings.get(key, "") for key in varied),
             "failed" if row.score is None else f"{row.score:.4f}",
             "" if row.seconds is None else f"{row.seconds:,.1f}",
             str(row.run_dir),

@@ -225,8 +225,7 @@ class FailureMonitor(Observer):
         deadline = time.monotonic() + SAVE_SECONDS
         count = -1
         while not self._done.wait(GRACE_SECONDS):
-            is_stuck = count == progress_count()
-            if is_stuck or not self.is_saving() or time.monotonic() > deadline:
+            if count == progress_count() or not self.is_saving() or time.monotonic() > deadline:
                 return False
             count = progress_count()
         return True

@@ -5,17 +5,15 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import yaml
 
-from ddp_trainer import registry
 from ddp_trainer.config.differences import flatten_keys
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.config.loggers import LoggerConfig
 from ddp_trainer.files import replace_text
 from ddp_trainer.training.run import Observer, TrainingRun, Value
 from ddp_trainer.training.summary import Status
@@ -198,16 +196,6 @@ class Loggers(Observer):
             if run.progress.best.top1 is not None:
                 results["hparam/best_top1"] = run.progress.best.top1
             self.call("hparams", flatten_keys(run.config_tree), results)
-
-
-def build_loggers(configs: Iterable[LoggerConfig], run_dir: Path) -> Loggers:
-    """Return the loggers that `configs` choose, writing to `run_dir`."""
-    return Loggers(
-        {
-            config.name: registry.build("logger", config, run_dir, returns=Logger)
-            for config in configs
-        }
-    )
 
 
 def one_line(error: BaseException) -> str:

@@ -121,7 +121,7 @@ class Findings:
         scan = self.scan
         return {
             "split": scan.split_name(place),
-            "class": scan.class_name(place),
+            "class": scan.class_names[scan.images["label"][place]],
             "path": scan.name(place),
         }
 

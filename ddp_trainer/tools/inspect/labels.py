@@ -31,7 +31,7 @@ class Suspect:
 
 def suspected_labels(
     run_dirs: Sequence[Path],
-    class_names: Sequence[str],
+    class_names: list[str],
     splits: Sequence[Split],
     environment: Environment,
 ) -> list[Suspect]:
@@ -43,7 +43,6 @@ def suspected_labels(
         ConfigError: a run cannot be used, it has other classes than `class_names` or other images
         than `splits`, or two runs have evaluated the same image.
     """
-    names = list(class_names)
     images = {
         os.path.abspath(sample_name(split, index))
         for split in splits
@@ -55,7 +54,7 @@ def suspected_labels(
     for run_dir in run_dirs:
         trained = load_model(run_dir)
         require(
-            names == trained.class_names,
+            class_names == trained.class_names,
             f"{run_dir} was trained on other classes than those of this data set: give runs of it",
         )
         split = choose_split(trained).images
@@ -80,8 +79,8 @@ def suspected_labels(
     return [
         Suspect(
             path=paths[place],
-            label=names[labels[place]],
-            suggested=names[suggested],
+            label=class_names[labels[place]],
+            suggested=class_names[suggested],
             probability=float(probabilities[place, suggested]),
         )
         for place, suggested in confident_errors(probabilities, labels)

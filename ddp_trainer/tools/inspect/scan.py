@@ -4,7 +4,7 @@ import hashlib
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,9 +80,6 @@ class Scan:
         """Return the path of an image, or its number in its split."""
         split = self.splits[self.split_name(place)]
         return sample_name(split, int(self.images["index"][place]))
-
-    def class_name(self, place: int) -> str:
-        return self.class_names[self.images["label"][place]]
 
     def picture(self, place: int) -> Tensor:
         """Return an image, uint8 [C, H, W]."""
@@ -209,13 +206,9 @@ def summarize(
 def thumbnails(images: Tensor) -> Tensor:
     """Return images in gray at the size of thumbnails: uint8 [N, C, H, W] -> [N, SIDE, SIDE]."""
     channels = interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True).unbind(1)
-    gray: Any = sum(map(torch.mul, channels, gray_weights(len(channels))))
+    weights = LUMA if len(channels) == 3 else [1 / len(channels)] * len(channels)
+    gray: Any = sum(map(torch.mul, channels, weights))
     return gray.round_().to(torch.uint8)
-
-
-def gray_weights(channels: int) -> Sequence[float]:
-    """Return the weight of each channel in a gray value."""
-    return LUMA if channels == 3 else [1 / channels] * channels
 
 
 def read_whole(split: Split, index: int) -> tuple[Tensor, int | None]:

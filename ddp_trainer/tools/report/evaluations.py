@@ -152,10 +152,9 @@ def read_evaluations(folder: FolderReader) -> list[EvaluationFolder]:
     Raises:
         TransientError: the file system does not answer.
     """
-    path = folder.folder / "evaluation"
     folders = []
     try:
-        for entry in path.iterdir():
+        for entry in (folder.folder / "evaluation").iterdir():
             name = f"evaluation/{entry.name}"
             if folder.is_inside(name):
                 folders += [entry] if entry.is_dir() else []

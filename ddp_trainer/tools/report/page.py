@@ -18,9 +18,6 @@ from ddp_trainer.tools.report.runs import Run, flat_texts, rows_by_key, run_labe
 from ddp_trainer.tools.report.values import format_duration, format_number, format_share
 from ddp_trainer.version import __version__
 
-BEGIN = b"<!doctype html>"
-"""The first bytes of a report."""
-
 
 def write_report(run_dirs: Sequence[Path], output: Path, *, title: str | None = None) -> None:
     """Write a report about `run_dirs` to `output`; after an error, an old file is unchanged.
@@ -34,7 +31,7 @@ def write_report(run_dirs: Sequence[Path], output: Path, *, title: str | None = 
     for path, place in zip(run_dirs, places, strict=True):
         require(places.count(place) == 1, f"{path} is given twice: give each run directory once")
     page = build_page([Run(path) for path in run_dirs], title=title)
-    with output_file(output, fix=OTHER_OUTPUT, begin=BEGIN) as file:
+    with output_file(output, fix=OTHER_OUTPUT, begin=b"<!doctype html>") as file:
         page = escape_controls(page)  # because a terminal may show the page too
         file.write(page.encode(errors="replace"))  # because UTF-8 has no surrogates
 
