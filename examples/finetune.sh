@@ -15,12 +15,10 @@ weights=$2
 shift 2
 run=${RUN:-outputs/finetune}
 
-python=${PYTHON:-python}
-train=("$python" -m torch.distributed.run --nnodes=1 --nproc_per_node="${NPROC:-2}" --master-port="${PORT:-29500}"
-       -m ddp_trainer)
+local=$(dirname "$0")/../launch/local.sh
 
-"${train[@]}" experiment=finetune "data.root=$pictures" data.validation_fraction=0.2 "model.weights=$weights" \
+"$local" experiment=finetune "data.root=$pictures" data.validation_fraction=0.2 "model.weights=$weights" \
     "output_dir=$(dirname "$run")" "name=$(basename "$run")" "$@"
-"$python" -m ddp_trainer evaluate "$run"
-"$python" -m ddp_trainer export "$run" format=safetensors
-"$python" -m ddp_trainer report "$run"
+"$local" evaluate "$run"
+"$local" export "$run" format=safetensors
+"$local" report "$run"

@@ -38,7 +38,7 @@ make_work() {
 # Run a command of ddp_trainer that needs no ranks, and exit, if the first argument is one.
 run_alone() {
     case ${1:-} in
-    predict | export | report | verify | freeze) exec "$python" -m ddp_trainer "$@" ;;
+    inspect | predict | export | report | verify | freeze) exec "$python" -m ddp_trainer "$@" ;;
     -h | --help) exec "$python" -m ddp_trainer train --help ;;
     esac
 }

@@ -117,8 +117,11 @@ def test_a_folder_with_special_characters_as_the_name_of_a_data_set(
 
 
 def test_a_folder_as_the_name_of_a_data_set(pictures: Path, tmp_path: Path) -> None:
-    text = answer(*QUICK, f"data={pictures / 'split'}", cwd=tmp_path)
-    assert text.endswith(f"write data=imagefolder data.root={pictures / 'split'}"), text
+    for word in (f"data={pictures / 'split'}", str(pictures / "split")):
+        text = answer(*QUICK, word, cwd=tmp_path)
+        assert text.endswith(f"write data=imagefolder data.root={pictures / 'split'}"), text
+    text = answer("model=lenet", f"data.root={pictures / 'split'}", cwd=tmp_path)
+    assert text.endswith("; for a folder of images, add data=imagefolder"), text
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +141,8 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("digits-lenet-ddp", "outputs/digits-lenet-ddp"),
         ("outputs/pet", "outputs/pets"),
         ("pets", "outputs/pets"),
+        ("outputs/pets/checkpoints/best.pt", "outputs/pets"),
+        ("outputs/pets/config.yaml", "outputs/pets"),
         ("outputs", "outputs/digits-lenet-ddp or outputs/pets"),
     ],
 )
@@ -173,11 +178,15 @@ def test_a_path_that_begins_with_a_tilde(tmp_path: Path) -> None:
     assert (tmp_path / "runs (1)/run/checkpoints").is_dir()
 
 
-@pytest.mark.parametrize("command", ["evaluate", "predict"])
+@pytest.mark.parametrize("command", ["evaluate", "predict", "inspect"])
 def test_the_launch_script_runs_each_command(command: str, outputs: Path, pictures: Path) -> None:
-    words = {"predict": [str(pictures / "plain/cat")]}
+    words = {
+        "evaluate": ["outputs/pets"],
+        "predict": ["outputs/pets", str(pictures / "plain/cat")],
+        "inspect": ["data=digits"],
+    }
     done = run_command(
-        [str(ROOT / "launch/local.sh"), command, "outputs/pets", *words.get(command, [])],
+        [str(ROOT / "launch/local.sh"), command, *words[command]],
         cwd=outputs,
         NPROC="2",
     )

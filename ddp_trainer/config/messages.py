@@ -183,13 +183,13 @@ def format_config_error(error: BaseException, arguments: Sequence[str] = ()) -> 
 
 def _unreadable(word: str) -> str:
     key, equals, value = word.partition("=")
-    if not equals:
-        fix = "a setting is key=value; put one that has spaces in quotes, 'key=a b'"
-    elif key == "data":
-        folder = shlex.quote(f"data.root={value}")
+    if key == "data" or os.path.isdir(word):
+        folder = shlex.quote(f"data.root={value or word}")
         fix = (
             f"data= chooses a kind of data; for a folder of images, write data=imagefolder {folder}"
         )
+    elif not equals:
+        fix = "a setting is key=value; put one that has spaces in quotes, 'key=a b'"
     else:
         fix = "write key=value without spaces, and quote special characters"
     return f"{word!r} cannot be read: {fix}"
@@ -260,7 +260,9 @@ def _unknown_key(error: ConfigKeyError | ConfigAttributeError, arguments: Sequen
     if choice and key in known:
         choices = registry.choices(section).values()
         others = [other.name for other in choices if name in _field_names(other.schema)]
-        return f"{text} does not belong to {owner}: it is a key of {section}={' or '.join(others)}"
+        where = f"{section}={' or '.join(others)}"
+        fix = "; for a folder of images, add data=imagefolder" * ("imagefolder" in others)
+        return f"{text} does not belong to {owner}: it is a key of {where}{fix}"
     names = _field_names(schema)
     siblings = [f"{section}.{sibling}".lstrip(".") for sibling in names]
     fix = (

@@ -34,14 +34,15 @@ def is_run_dir(path: Path) -> bool:
 def other_runs(path: Path) -> str:
     """Return ``; did you mean …?`` with run directories that the user may have meant, or "".
 
-    These are the run directories in `path`; if there are none, those with a similar name beside
-    `path` and in outputs/, the default of output_dir.
+    These are the run directories in `path`; if there are none, the one that has `path`, such as
+    one of its checkpoints; or those with a similar name beside `path` and in outputs/, the default
+    of output_dir.
     """
-    below = run_dirs_in(path)
+    related = run_dirs_in(path) or [*filter(is_run_dir, [path.parent, path.parent.parent])]
     beside = [run for folder in (path.parent, "outputs") for run in run_dirs_in(Path(folder))]
     near = get_close_matches(path.name, [run.name for run in beside], cutoff=0.5)
     similar = [run for run in beside if run.name in near]
-    found = " or ".join(str(run) for run in dict.fromkeys((below or similar)[:MAX_SUGGESTIONS]))
+    found = " or ".join(str(run) for run in dict.fromkeys((related or similar)[:MAX_SUGGESTIONS]))
     return found and f"; did you mean {found}?"
 
 

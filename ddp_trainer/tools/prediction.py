@@ -88,7 +88,7 @@ def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list
             try:
                 os.stat(word)
             except OSError as error:
-                fix = "give image files, a folder, or - for paths on stdin"
+                fix = "give image files (quote spaces), a folder, or - for paths on stdin"
                 message = f"{word} cannot be read ({error.strerror}): {fix}"
                 raise path_error(error, message) from error
             paths.append(word)

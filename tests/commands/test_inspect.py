@@ -23,7 +23,7 @@ from ddp_trainer.config.images import DataConfig
 from ddp_trainer.data.dataset import Datasets, ImageTensors, sample_name
 from ddp_trainer.data.held_out import hold_out
 from ddp_trainer.tools.inspect.findings import find
-from ddp_trainer.tools.inspect.labels import confident_errors
+from ddp_trainer.tools.inspect.labels import improbable_labels
 from ddp_trainer.tools.inspect.scan import scan
 
 
@@ -263,23 +263,19 @@ def test_images_in_memory_are_compared_too() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(2, 5), st.integers(1, 60))
-def test_confident_errors_are_those_of_the_published_rule(seed: int, c: int, n: int) -> None:
+def test_improbable_labels_are_those_of_the_rule(seed: int, c: int, n: int) -> None:
     noise = torch.Generator().manual_seed(seed)
-    probabilities = torch.rand(n, c, generator=noise).softmax(1)
+    probabilities = (3 * torch.randn(n, c, generator=noise)).softmax(1)
     labels = torch.randint(0, c, (n,), generator=noise)
-    thresholds = [
-        float(probabilities[labels == k, k].mean()) if (labels == k).any() else 2.0
-        for k in range(c)
-    ]
     expected = {}
     for place in range(n):
         row = probabilities[place].tolist()
-        probable = [k for k in range(c) if row[k] >= thresholds[k] - 1e-7]
-        if probable:
-            best = max(probable, key=lambda k: row[k])
-            if best != labels[place]:
-                expected[place] = best
-    found = confident_errors(probabilities, labels)
+        label = int(labels[place])
+        others = probabilities[labels != label, label].tolist()
+        best = max(range(c), key=lambda k: row[k])
+        if others and row[label] < sum(others) / len(others) and best != label:
+            expected[place] = best
+    found = improbable_labels(probabilities, labels)
     assert dict(found) == expected
     margins = [float(probabilities[p, labels[p]] - probabilities[p, k]) for p, k in found]
     assert margins == sorted(margins)
@@ -319,7 +315,7 @@ def test_wrong_labels_are_found_with_the_runs_of_a_cross_validation(tmp_path: Pa
     suspects = json.loads(page.with_suffix(".json").read_text())["suspected_labels"]
     found = {int(Path(suspect["path"]).stem) for suspect in suspects}
     assert len(found & wrong) >= 0.8 * len(wrong), done.output
-    assert len(found - wrong) < 0.05 * len(digits.images)
+    assert len(found - wrong) <= 0.01 * len(digits.images), len(found - wrong)
     clear = [suspect for suspect in suspects[:20] if int(Path(suspect["path"]).stem) in wrong]
     assert len(clear) >= 15
     for suspect in clear:

@@ -83,29 +83,26 @@ def suspected_labels(
             suggested=class_names[suggested],
             probability=float(probabilities[place, suggested]),
         )
-        for place, suggested in confident_errors(probabilities, labels)
+        for place, suggested in improbable_labels(probabilities, labels)
     ]
 
 
-def confident_errors(probabilities: Tensor, labels: Tensor) -> list[tuple[int, int]]:
-    """Return the suspects, as pairs of a sample and its probable class, the clearest first.
+def improbable_labels(probabilities: Tensor, labels: Tensor) -> list[tuple[int, int]]:
+    """Return the suspects, as pairs of a sample and its most probable class, the clearest first.
 
-    A class is probable for a sample if its probability is at least the mean of this probability
-    over the samples that have the class as label. A sample is suspected if the most probable of
-    these classes is not its label.
+    A sample is suspected if its label is less probable for it than this class is for the samples
+    with other labels, on average.
 
     probabilities: float32 [N, C], of models that were not trained on the sample. labels: int64 [N].
 
     Source: Northcutt, Jiang and Chuang, Confident Learning: Estimating Uncertainty in Dataset
-    Labels, 2021: the off-diagonals of the confident joint, ordered by the normalized margin.
+    Labels, 2021, has similar thresholds, and orders the suspects by the same margin. Its rule asks
+    whether another class is probable: docs/your-images.md compares both rules.
     """
-    num_classes = probabilities.shape[1]
-    sizes = torch.bincount(labels, minlength=num_classes)
+    of_others = torch.ones_like(probabilities).scatter_(1, labels[:, None], 0)
+    thresholds = (probabilities * of_others).sum(0) / of_others.sum(0)  # NaN without others: never
     own = probabilities.gather(1, labels[:, None])[:, 0]
-    thresholds = torch.zeros(num_classes).index_add_(0, labels, own) / sizes
-    probable = probabilities.where(probabilities >= thresholds, -1)  # NaN without samples: never
-    best, suggested = probable.max(1)
-    margin = own - best
-    chosen = ((best >= 0) & (suggested != labels)).nonzero()[:, 0]
-    chosen = chosen[margin[chosen].argsort()]
+    best, suggested = probabilities.max(1)
+    chosen = ((own < thresholds[labels]) & (suggested != labels)).nonzero()[:, 0]
+    chosen = chosen[(own - best)[chosen].argsort()]
     return [(place, int(suggested[place])) for place in chosen.tolist()]
