@@ -112,7 +112,7 @@ def test_the_lines_have_counts_sizes_mean_and_standard_deviation(
     sizes = "3 sizes from 54×72 to 60×80 pixels"
     assert f"validation: 25 images of 2 classes, 12 to 13 of a class, {sizes}" in done.output
     for line in (
-        "damaged images: 1",
+        f"damaged images: 1 ({root}/train/cat/torn.png)",
         "groups of copies: 1 (1 of different classes)",
         "near copies: 5 (3 of different splits)",
         "groups in several splits: 0",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ddp_trainer.config.errors import printable
 from ddp_trainer.data.dataset import per_sample
 from ddp_trainer.tools.inspect.copies import exact_copies, near_copies
 from ddp_trainer.tools.inspect.labels import Suspect
@@ -107,7 +108,9 @@ class Findings:
             yield f"{kind}: {count:,}{self.detail(kind)}"
 
     def detail(self, kind: str) -> str:
-        """Return how many copies are of different splits or classes, as text, or ""."""
+        """Return the first damaged image, or how many copies are of different splits or classes."""
+        if kind == "damaged images" and self.scan.bad:
+            return f" ({printable(self.scan.bad[0][0])}{', …' * (len(self.scan.bad) > 1)})"
         groups: dict[str, list[Any]] = {
             "groups of copies": self.copies,
             "near copies": [pair[:2] for pair in self.near],
