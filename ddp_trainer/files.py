@@ -39,14 +39,31 @@ def replace_file(path: Path) -> Iterator[BufferedRandom]:
 
 
 @contextmanager
-def held_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path that leads to `folder` even if a link takes its name, on Linux (/proc)."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def held_folder(folder: Path, *, flags: int = 0) -> Iterator[Path]:
+    """Yield a path that leads to `folder` even if a link takes its name, on Linux (/proc).
+
+    flags: further ones for os.open.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
     try:
         path = Path(f"/proc/self/fd/{descriptor}")
         yield path if path.exists() else folder
     finally:
         os.close(descriptor)
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open `path` to append to it, without a buffer; OSError if it is a link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "ab", buffering=0)
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[Path]:
+    """Create `folder` in a run directory, and yield a path as `held_folder`; OSError if a link."""
+    folder.mkdir(exist_ok=True)
+    with held_folder(folder, flags=os.O_NOFOLLOW) as path:
+        yield path
 
 
 def replace_text(path: Path, text: str) -> None:

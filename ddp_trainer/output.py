@@ -26,7 +26,7 @@ def output_file(
         ConfigError, TransientError: the file cannot be written; an old file at `path` is unchanged.
     """
     require(
-        not os.path.lexists(path) or os.path.isfile(path),  # another process may create it
+        not os.path.lexists(path) or is_replaceable(path),  # another process may create it
         f"{path} is a folder, a device or a broken link, which is not replaced{fix}",
     )
     try:
@@ -44,6 +44,12 @@ def output_file(
         raise path_error(
             error, f"{path} cannot be written: {error.strerror or error}{fix}"
         ) from error
+
+
+def is_replaceable(path: Path) -> bool:
+    """Return whether `path` is a file, or a link to one, and no link such as /dev/stdout."""
+    leads_to_process = path.is_symlink() and os.readlink(path).startswith("/proc/")
+    return os.path.isfile(path) and not leads_to_process
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from ddp_trainer.checkpoint.file import State, broadcast_state, write_file
+from ddp_trainer.checkpoint.file import State, broadcast_state, copied, write_file
 from ddp_trainer.config.errors import one_line, plural, require
 from ddp_trainer.config.schema import RecoveryConfig
 from ddp_trainer.data.dataset import Datasets
@@ -111,7 +110,7 @@ def hold(run: TrainingRun, before: BeforeEvaluation | None) -> Held:
     run.train_step.world = alone  # its sums are then those of this rank
     run.train_step.buffer_world = alone
     state = RunState(run).state_dict()
-    copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+    copy = copied(state)
     records = run.recovery.records
     if before is not None and run.stage is Stage.evaluation:
         copy["observers"] = before.observers

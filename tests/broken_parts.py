@@ -1,4 +1,4 @@
-"""Parts of a user that raise: a loss, a metric and an observer."""
+"""Parts of a user that raise, return something wrong, or have a state that cannot be saved."""
 
 import os
 from dataclasses import dataclass
@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from ddp_trainer import (
     LossConfig,
     MetricConfig,
+    ModelConfig,
     Observer,
     ObserverConfig,
+    SchedulerConfig,
     register_loss,
     register_metric,
+    register_model,
     register_observer,
+    register_scheduler,
 )
 
 
@@ -140,3 +144,61 @@ def build_exit(config):
         raise SystemExit(0)
 
     return metric
+
+
+@dataclass(kw_only=True)
+class UnsavedConfig(ModelConfig):
+    name: str = "unsaved"
+    kind: str = "mask"
+
+
+@register_model("unsaved", UnsavedConfig)
+def build_unsaved(config, *, image_shape, num_classes):
+    import math
+
+    import torch
+    from torch import nn
+
+    class WithExtraState(nn.Linear):
+        def get_extra_state(self):
+            return {"calls": 3}
+
+        def set_extra_state(self, state):
+            pass
+
+    layer = WithExtraState if config.kind == "extra" else nn.Linear
+    model = nn.Sequential(nn.Flatten(), layer(math.prod(image_shape), num_classes))
+    if config.kind == "mask":
+        model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    return model
+
+
+@dataclass(kw_only=True)
+class NumpyConfig(SchedulerConfig):
+    name: str = "numpy"
+
+
+@register_scheduler("numpy", NumpyConfig)
+def build_numpy(config, *, steps_per_epoch, total_steps):
+    import numpy as np
+
+    return lambda step: 0.5 * (1 + np.cos(np.pi * step / total_steps))
+
+
+@dataclass(kw_only=True)
+class GrowingConfig(ObserverConfig):
+    name: str = "growing"
+
+
+@register_observer("growing", GrowingConfig)
+class Growing(Observer):
+    """Its state has a tuple that is too long for a checkpoint from step 3 on."""
+
+    def __init__(self, config):
+        self.steps = 0
+
+    def on_step(self, run):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"values": tuple(range(self.steps // 3 * 200_000))}

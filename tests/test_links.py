@@ -11,10 +11,13 @@ import pytest
 from processes import end_with_descendants, launch, on_ranks, start_launch, succeed, wait_for
 from runs import TINY, newest_step, world_of
 
+from ddp_trainer.checkpoint.run_dir import exclude_node, lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
-from ddp_trainer.config.errors import USER_ERROR, ConfigError
+from ddp_trainer.config.errors import USER_ERROR, ConfigError, TransientError
 from ddp_trainer.config.run_dirs import check_links
-from ddp_trainer.files import lock_file, replace_text
+from ddp_trainer.config.schema import Resume
+from ddp_trainer.files import lock_file, own_folder, replace_text
+from ddp_trainer.output import output_file
 
 SECRET = "a file of the user\n"
 COMMANDS = ("train", "evaluate", "export", "verify")
@@ -165,10 +168,7 @@ def test_nothing_is_written_through_a_link_that_appears_in_training(
     assert job.exitcode == 1
     assert sorted(path.name for path in outside.iterdir()) == before
     assert all(path.read_text() == SECRET for path in outside.iterdir())
-    assert (
-        "checkpoints has become a link, and nothing is written there"
-        in (run_dir / "train.log").read_text()
-    )
+    assert "checkpoints is another folder now, by a link" in (run_dir / "train.log").read_text()
 
 
 CALLS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.scandir"}
@@ -248,3 +248,69 @@ def test_no_checkpoint_of_another_run_is_removed_if_the_directory_becomes_a_link
     assert job.exitcode == 1
     assert [path.read_text() for path in other.iterdir()] == [SECRET] * 8
     assert newest_step(tmp_path / "moved") > 0
+
+
+@pytest.mark.parametrize("name", ["pictures", "flight", "profile"])
+def test_own_folders_are_no_links(name: str, outside: Path, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(outside)
+    with pytest.raises(NotADirectoryError), own_folder(tmp_path / name):
+        pass
+
+
+def link_away(run_dir: Path, target: Path, name: str) -> None:
+    """Replace a file or folder of a run by a link, as soon as its config is written."""
+    wait_for((run_dir / "config.yaml").exists)
+    (run_dir / name).parent.mkdir(exist_ok=True)
+    (run_dir / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("name", ["pictures/first_batch.png", "evaluation", "pictures"])
+def test_pictures_and_scores_follow_no_link_that_appears_in_training(
+    name: str, outside: Path, tmp_path: Path
+) -> None:
+    target = outside / "file" if name.endswith(".png") else outside
+    before = sorted(path.name for path in outside.iterdir())
+    words = [*TINY, "epochs=3", "report=true", f"output_dir={tmp_path}", "name=run"]
+    job = start_launch(["-m", "ddp_trainer", *words, "logger=[jsonl,tensorboard]"], ranks=None)
+    try:
+        link_away(tmp_path / "run", target, name)
+        job.join(60)
+    finally:
+        end_with_descendants(job)
+    assert job.exitcode == 0
+    assert sorted(path.name for path in outside.iterdir()) == before
+    assert (outside / "file").read_text() == SECRET
+
+
+def test_an_excluded_node_is_not_written_through_a_link(outside: Path, tmp_path: Path) -> None:
+    path = tmp_path / "excluded_nodes"
+    path.symlink_to(outside / "file")
+    exclude_node(tmp_path, "node-1")
+    path.unlink()
+    path.hardlink_to(outside / "file")
+    exclude_node(tmp_path, "node-1")
+    assert (outside / "file").read_text() == SECRET
+    path.unlink()
+    for node in ("node-1", "node-2"):
+        exclude_node(tmp_path, node)
+    assert path.read_text() == "node-1\nnode-2\n"
+
+
+def test_a_run_is_locked_under_each_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "latest").symlink_to("run")
+    with (
+        lock_run_dir(tmp_path / "run", {}, resume=Resume.auto),
+        pytest.raises(TransientError, match="another launch is running in"),
+        lock_run_dir(tmp_path / "latest", {}, resume=Resume.auto),
+    ):
+        pass
+
+
+def test_a_link_to_an_open_file_is_not_replaced(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "wb") as file:
+        link = tmp_path / "stdout"
+        link.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        with pytest.raises(ConfigError, match="which is not replaced"), output_file(link):
+            pass
+        assert link.is_symlink()

@@ -152,3 +152,39 @@ def test_a_part_that_calls_exit_is_no_success(tmp_path: Path) -> None:
     done = launch(*TINY, "metric=[exit]", cwd=tmp_path, **plugins("broken_parts", TESTS))
     assert done.code == 1, done.output
     assert "ExitError: a part of the run has called sys.exit(0)" in done.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mask", "mask of the model is infinite or NaN before the first step"),
+        ("extra", "(model.1._extra_state has the type dict): use only tensors, numbers, texts"),
+    ],
+)
+def test_a_model_that_no_checkpoint_can_hold_is_one_error_before_the_first_step(
+    kind: str, message: str, tmp_path: Path
+) -> None:
+    words = ("model=unsaved", f"model.kind={kind}")
+    done = launch(*TINY, *words, cwd=tmp_path, **plugins("broken_parts", TESTS))
+    assert done.code == USER_ERROR, done.output
+    assert message in done.output.splitlines()[-1]
+    assert "epoch 1" not in done.output
+
+
+def test_numbers_of_numpy_in_the_state_are_saved(tmp_path: Path) -> None:
+    variables = plugins("broken_parts", TESTS)
+    words = (*TINY, "scheduler=numpy", "name=run", "output_dir=.")
+    succeed(*words, "max_steps=5", cwd=tmp_path, **variables)
+    done = succeed(*words, cwd=tmp_path, **variables)
+    assert "resumed from run/checkpoints/step-00000005.pt" in done.output
+    succeed("evaluate", "run", cwd=tmp_path, **variables)
+
+
+def test_a_state_that_can_no_longer_be_read_is_no_success(tmp_path: Path) -> None:
+    words = (*TINY, "observer=[growing]", "name=run", "output_dir=.", "checkpoint.every_steps=1")
+    done = launch(*words, cwd=tmp_path, **plugins("broken_parts", TESTS))
+    assert done.code == 1, done.output
+    assert "it has a tuple of more than 100,000 items" in done.output
+    assert "the last good checkpoint is run/checkpoints/step-00000002.pt: use only tensors" in (
+        done.output
+    )

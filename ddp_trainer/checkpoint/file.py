@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ddp_trainer.checkpoint.contents import check_archive, check_tensors, check_types
 from ddp_trainer.config.errors import one_line
@@ -84,6 +85,37 @@ def write_file(path: Path, state: State, *, folder: Path | None = None) -> None:
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = getattr(cause, "strerror", None) or cause
         raise OSError(f"{path} was not written ({reason})") from error
+
+
+def copied(state: State) -> State:
+    """Return a copy of `state` on the CPU, with Python's numbers and texts in place of NumPy's."""
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        return value.item() if isinstance(value, np.generic) else value
+
+    return tree_map(copy, state)
+
+
+def check_readable(state: State) -> None:
+    """Check that `read_state` could read a file with `state`, on the CPU; its values do not matter.
+
+    Raises:
+        DamagedCheckpointError: it could not, for example because of an object of another class.
+    """
+    try:
+        check_tensors(state)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"has content of a wrong type ({error})") from error
+    parse(outline_of(state))
+
+
+def outline_of(state: State) -> io.BytesIO:
+    """Return a file with `state` in which the tensors have shapes and no data (meta tensors)."""
+    outline = io.BytesIO()
+    torch.save(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), outline)
+    return outline
 
 
 def read_state(path: Path) -> State:
@@ -179,9 +211,7 @@ def broadcast_state(state: State, world: World, *, source: int = 0) -> State:
     is_source = world.rank == source
     if world.world_size == 1 or not world.broadcast_object(bool(state), source=source):
         return state if is_source else {}
-    outline = io.BytesIO()  # the state with meta tensors, which have a shape and no data
-    if is_source:
-        torch.save(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), outline)
+    outline = outline_of(state) if is_source else io.BytesIO()
     outline = io.BytesIO(world.broadcast_bytes(outline.getvalue(), source=source))
 
     def transfer(tensor: Tensor) -> Tensor:

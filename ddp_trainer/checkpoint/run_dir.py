@@ -13,9 +13,9 @@ import yaml
 
 from ddp_trainer.config.composition import training_changes
 from ddp_trainer.config.errors import ConfigError, one_line, path_error, require
-from ddp_trainer.config.run_dirs import check_links, load_yaml
+from ddp_trainer.config.run_dirs import check_file, check_links, load_yaml
 from ddp_trainer.config.schema import Resume
-from ddp_trainer.files import lock_file, remove_unfinished, replace_text
+from ddp_trainer.files import lock_file, open_to_append, remove_unfinished, replace_text
 
 LOCK_SECONDS = 3.0
 """How long a launch waits for the lock: a killed launch may need a moment to release it."""
@@ -45,11 +45,12 @@ def lock_run_dir(
         f"resume=must needs a checkpoint and {run_dir} has none: check name and output_dir, or use"
         " resume=auto",
     )
-    lock = run_dir.with_name(f".{run_dir.name}.lock")
+    place = Path(os.path.realpath(run_dir))  # the same for each link to it
+    lock = place.with_name(f".{place.name}.lock")
     holder = f"another launch is running in {run_dir}: wait for it, stop it, or choose name=…"
     with ExitStack() as stack:
         try:
-            run_dir.parent.mkdir(parents=True, exist_ok=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_file(lock, seconds=LOCK_SECONDS, holder=holder))
             backup_dir = None
             if resume is Resume.never and has_results(run_dir):
@@ -125,7 +126,9 @@ def check_changes(old: dict[str, Any], new: dict[str, Any], *, run_dir: Path) ->
 
 def exclude_node(run_dir: Path, node: str) -> None:
     """Exclude `node` from the next launch by launch/slurm.sbatch; a failed write is ignored."""
-    with suppress(OSError):
+    path = run_dir / "excluded_nodes"
+    with suppress(OSError, ConfigError):
         run_dir.mkdir(parents=True, exist_ok=True)
-        with open(run_dir / "excluded_nodes", "a") as file:
-            file.write(f"{node}\n")
+        check_file(path)  # because this may come before `check_links`
+        with open_to_append(path) as file:
+            file.write(f"{node}\n".encode())

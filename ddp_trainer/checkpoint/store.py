@@ -10,21 +10,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ddp_trainer.checkpoint.file import (
     DamagedCheckpointError,
     State,
     broadcast_state,
+    check_readable,
+    copied,
+    first_nonfinite,
     read_state,
     write_file,
 )
-from ddp_trainer.config.errors import ConfigError, TransientError
+from ddp_trainer.config.errors import ConfigError, TransientError, require
 from ddp_trainer.distributed.world import World
 from ddp_trainer.files import held_folder, remove_unfinished
 
 logger = logging.getLogger(__name__)
+
+PLAIN_STATE = "use only tensors, numbers, texts, lists and dicts in the states of your own parts"
 
 
 class Checkpointable(Protocol):
@@ -86,8 +89,8 @@ class CheckpointStore:
         """The newest checkpoint that rank 0 wrote or restored; None before, and on other ranks."""
         self.best = Best()
         """The scores of the best checkpoint on disk; on rank 0 only."""
-        self.failure: str | None = None
-        """The reason why the last write of a checkpoint failed; None if it did not fail."""
+        self.failure: Exception | None = None
+        """The error of the last write of a checkpoint; None if it did not fail."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -166,8 +169,29 @@ class CheckpointStore:
         state = source.state_dict()
         if self.world.is_main:
             self.wait()
-            copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-            self._pending = self._pool.submit(self._write, copy, is_best)
+            self._pending = self._pool.submit(self._write, copied(state), is_best)
+
+    def rehearse(self, source: Checkpointable) -> None:
+        """Check, before the first step, that the state of `source` can be saved and read again.
+
+        Collective: every rank must call this.
+
+        Raises:
+            ConfigError: a part, for example of a model of the user, cannot be in a checkpoint.
+        """
+        state = copied(source.state_dict())
+        name = first_nonfinite(state["model"])
+        require(
+            name is None,
+            f"{name} of the model is infinite or NaN before the first step, and no checkpoint has"
+            " such values: compute it in forward, or use register_buffer(…, persistent=False)",
+        )
+        try:
+            check_readable(state)
+        except DamagedCheckpointError as error:
+            raise ConfigError(
+                f"no checkpoint of this run could be read again, because it {error}: {PLAIN_STATE}"
+            ) from error
 
     def wait(self) -> None:
         """Wait until the last save is on disk, or has failed with a warning in the log."""
@@ -186,10 +210,12 @@ class CheckpointStore:
         """
         self.wait()
         if self.failure is not None:
+            fix = "make space, or make the folder writable, and start the same command again"
+            if not isinstance(self.failure, OSError):
+                fix = PLAIN_STATE
             raise TransientError(
-                f"{self.failure}, so the end of this training is not saved, and "
-                f"{self.last_good_line()}: make space, or make the folder writable, and start the "
-                "same command again"
+                f"{self.failure}, so the end of this training is not saved, and"
+                f" {self.last_good_line()}: {fix}"
             )
 
     def last_good_line(self) -> str:
@@ -205,7 +231,10 @@ class CheckpointStore:
 
     def _check_place(self) -> None:
         if os.path.realpath(self.folder) != self.place:  # files of another run may be there
-            raise OSError(f"{self.folder} has become a link, and nothing is written there")
+            raise OSError(
+                f"{self.folder} is another folder now, by a link or a change of the current"
+                " directory, and nothing is written there"
+            )
 
     def _write_best(self, state: State, folder: Path) -> None:
         """Write best.pt if `keep_best`, and update `best`, which a failure leaves as it was."""
@@ -220,6 +249,7 @@ class CheckpointStore:
         """Write the checkpoint, and delete the oldest ones; a failure is logged and recorded."""
         path = self.folder / f"step-{state['step']:08d}.pt"
         try:
+            check_readable(state)
             self._check_place()
             self.folder.mkdir(parents=True, exist_ok=True)  # the run directory may be deleted
             with held_folder(self.folder) as folder:
@@ -235,6 +265,11 @@ class CheckpointStore:
                 self.failure = None
                 for old in {*step_files(folder)[self.keep_last :]} - {folder / path.name}:
                     old.unlink(missing_ok=True)
+        except DamagedCheckpointError as error:
+            self._fail(DamagedCheckpointError(f"{path} was not written, because it {error}"))
         except OSError as error:
-            self.failure = str(error)
-            logger.warning("%s; training continues, %s", error, self.last_good_line())
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        logger.warning("%s; training continues, %s", error, self.last_good_line())

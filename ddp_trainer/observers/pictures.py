@@ -10,6 +10,7 @@ from torch import Tensor
 from ddp_trainer.config.errors import printable
 from ddp_trainer.data.build import class_counts
 from ddp_trainer.data.loaders import Batch, read_images
+from ddp_trainer.files import own_folder, replace_file
 from ddp_trainer.observers.loggers.base import Loggers, one_line
 from ddp_trainer.scores.pictures import captioned_png, confusion_png
 from ddp_trainer.scores.scores import Scores, ids_of
@@ -62,9 +63,11 @@ class Pictures(Observer):
         std = loaders.preprocessing["std"]
         picture = batch_png(run.batch, names, mean=mean, std=std)
         self.loggers.call("image", "train/first_batch", picture, 0)
-        folder = run.run_dir / "pictures"
-        folder.mkdir(exist_ok=True)
-        (folder / "first_batch.png").write_bytes(picture)
+        with (
+            own_folder(run.run_dir / "pictures") as folder,
+            replace_file(folder / "first_batch.png") as file,
+        ):
+            file.write(picture)
         counts = class_counts(loaders.datasets.train, len(names))
         if counts is not None:
             self.loggers.call("text", "class sizes", sizes_text(names, counts.tolist()), 0)

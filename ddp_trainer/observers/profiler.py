@@ -8,7 +8,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from ddp_trainer.config.observers import ProfilerConfig
-from ddp_trainer.files import replace_file
+from ddp_trainer.files import own_folder, replace_file
 from ddp_trainer.training.run import Observer, TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -45,20 +45,17 @@ class Profiler(Observer):
             self.profile.start()
 
     def write(self, run: TrainingRun) -> None:
-        """End the recording, and write it to the folder "profile", if this is not a link.
+        """End the recording, and write it to the folder "profile".
 
         The trace is first written elsewhere, because torch does not say if a disk is full.
         """
         self.profile.stop()
         path = run.run_dir / "profile" / f"rank-{run.world.rank}.json"
         try:
-            path.parent.mkdir(exist_ok=True)
-            if path.parent.is_symlink():
-                raise NotADirectoryError(f"{path.parent} is a link")
-            with tempfile.TemporaryDirectory() as temporary:
+            with own_folder(path.parent) as folder, tempfile.TemporaryDirectory() as temporary:
                 trace = Path(temporary, "trace.json")
                 self.profile.export_chrome_trace(str(trace))
-                with replace_file(path) as file:
+                with replace_file(folder / path.name) as file:
                     file.write(trace.read_bytes())
             logger.info("the trace of steps up to %d is %s: open it in Perfetto", run.step, path)
         except OSError as error:

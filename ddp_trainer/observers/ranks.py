@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_trainer.files import replace_text
+from ddp_trainer.files import own_folder, replace_text
 from ddp_trainer.observers.step_times import StepTimer
 from ddp_trainer.training.phase import OWN_WORK
 from ddp_trainer.training.run import Observer, TrainingRun
@@ -209,11 +209,11 @@ class Ranks(Observer):
             )
 
     def on_failure(self, run: TrainingRun) -> None:
-        path = run.run_dir / "flight" / f"rank-{run.world.rank:05}.jsonl"
-        with suppress(OSError):  # on a full disk, nothing is written
-            path.parent.mkdir(exist_ok=True)
+        # on a full disk, nothing is written
+        with suppress(OSError), own_folder(run.run_dir / "flight") as folder:
             # a copy, because the main thread may add a row at the same time
-            replace_text(path, "".join(json.dumps(row) + "\n" for row in self.rows.copy()))
+            text = "".join(json.dumps(row) + "\n" for row in self.rows.copy())
+            replace_text(folder / f"rank-{run.world.rank:05}.jsonl", text)
 
     def summary_values(self, run: TrainingRun) -> Mapping[str, Any]:
         if not self.num_steps:

@@ -6,6 +6,7 @@ from functools import partial
 from torch import Tensor
 
 from ddp_trainer.config.observers import ReportConfig
+from ddp_trainer.config.run_dirs import check_links
 from ddp_trainer.data.dataset import sample_name
 from ddp_trainer.data.loaders import read_images
 from ddp_trainer.scores.files import FOLDER, write_evaluation
@@ -33,6 +34,7 @@ class FinalReport(Observer):
         path = run.run_dir / "report.html"
         # Because training is done and saved, a bad picture or a full disk must not raise here.
         try:
+            check_links(run.run_dir)  # again, because somebody may have made one in the meantime
             if rows is not None and len(rows):
                 write_scores(run, rows)
             write_report([run.run_dir], path)

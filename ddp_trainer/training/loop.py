@@ -32,6 +32,8 @@ def fit(run: TrainingRun) -> Summary:
     if is_resumed and run.is_done:
         return repeat_summary(run)
     begin(run)
+    if run.step == 0:
+        run.checkpoints.rehearse(RunState(run))
     while not run.is_done:
         begin_epoch(run)
         take_steps(run)

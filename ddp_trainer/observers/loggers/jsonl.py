@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_trainer.config.loggers import JsonlConfig
-from ddp_trainer.files import replace_text
+from ddp_trainer.files import open_to_append, replace_text
 from ddp_trainer.observers.loggers.base import Logger, Value
 
 MAX_PENDING = 10_000
@@ -36,8 +36,7 @@ class JsonlLogger(Logger):
             record[tag] = value if is_plain else str(value)
         self.pending = [*self.pending[-MAX_PENDING:], json.dumps(record) + "\n"]
         data = "".join(self.pending).encode()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
+        with open_to_append(self.path) as file:
             size = file.tell()
             if file.write(data) < len(data):
                 file.truncate(size)
