@@ -18,7 +18,6 @@ from ddp_trainer.commands.options import (
     with_defaults,
 )
 from ddp_trainer.config.errors import config_class, require
-from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.config.schema import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.launchers.job_file import read_job
@@ -98,7 +97,7 @@ def train(config: Config, run_dir: Path, *, sweep: ExitStack | None) -> float:
             run_dir=run_dir,
             score=score_of(summary),
             select_by=config.select_by,
-            is_higher_better=is_higher_better(config.select_by, config.metric),
+            is_higher_better=config.is_higher_better(config.select_by),
             seconds=summary.seconds,
         )
     if sweep is not None and summary.status is Status.stopped:

@@ -52,12 +52,6 @@ def check_value(key: str, value: str, metrics: Mapping[str, MetricConfig]) -> No
     )
 
 
-def is_higher_better(value: str, metrics: Mapping[str, MetricConfig]) -> bool:
-    """Return whether a larger `value` is better: not of eval/loss, else as its metric says."""
-    metric = metrics.get(value.removeprefix("eval/"))
-    return value != "eval/loss" if metric is None else metric.higher_is_better
-
-
 METRICS = "ddp_trainer.scores.metrics"
 
 register_metric(

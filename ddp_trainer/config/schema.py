@@ -228,6 +228,11 @@ class Config:
             for key, section in group.sections(getattr(self, name)).items()
         }
 
+    def is_higher_better(self, value: str) -> bool:
+        """Return whether a larger `value` is better: not of eval/loss, else as its metric says."""
+        metric = self.metric.get(value.removeprefix("eval/"))
+        return value != "eval/loss" if metric is None else metric.higher_is_better
+
     def _check_choices(self) -> None:
         for key, chosen in self.sections.items():
             choice = registry.find(key.partition(".")[0], type(chosen))

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.config.observers import EarlyStoppingConfig
 from ddp_trainer.training.run import Observer, TrainingRun
 
@@ -27,7 +26,7 @@ class EarlyStopping(Observer):
         if run.step % run.steps_per_epoch:
             return
         value = float(run.values[name])
-        sign = 1 if is_higher_better(name, run.config.metric) else -1
+        sign = 1 if run.config.is_higher_better(name) else -1
         is_better = self.best is None or sign * (value - self.best) > self.config.min_delta
         if is_better and math.isfinite(value):  # AUROC is NaN if there is only one class
             self.best = value

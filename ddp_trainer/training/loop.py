@@ -8,7 +8,6 @@ from typing import Any
 
 from ddp_trainer.checkpoint.file import first_nonfinite
 from ddp_trainer.checkpoint.store import Best
-from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.data.loaders import Batch
 from ddp_trainer.distributed.world import RoundEndedError
 from ddp_trainer.sync.buffers import averaged_statistics
@@ -306,7 +305,7 @@ def choose_best(run: TrainingRun) -> bool:
     value = float(run.values[name])
     # The best saved checkpoint counts, because a better one may have been lost on a full disk.
     best = run.checkpoints.shared_best().value
-    sign = 1 if is_higher_better(name, run.config.metric) else -1
+    sign = 1 if run.config.is_higher_better(name) else -1
     is_better = best is None or sign * (value - best) > 0
     if not is_better or run.step % run.steps_per_epoch or not math.isfinite(value):
         return False

@@ -21,7 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_trainer.config.composition import job_dir, to_config
 from ddp_trainer.config.errors import ConfigError, JobError, check_values, require
 from ddp_trainer.config.messages import format_config_error
-from ddp_trainer.config.metrics import is_higher_better
 from ddp_trainer.config.schema import Config, Device
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.launchers.job_file import summary_since
@@ -71,7 +70,7 @@ class Job:
             run_dir=self.run_dir,
             score=self.result if isinstance(self.result, float) else None,
             select_by=self.config.select_by,
-            is_higher_better=is_higher_better(self.config.select_by, self.config.metric),
+            is_higher_better=self.config.is_higher_better(self.config.select_by),
             seconds=self.seconds,
         )
 
