@@ -6,6 +6,8 @@ import re
 import shlex
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
@@ -15,6 +17,9 @@ from ddp_trainer.commands import COMMANDS
 from ddp_trainer.config.errors import ConfigError, suggestion
 from ddp_trainer.config.plugins import load_plugins
 from ddp_trainer.distributed.environment import end_with_launcher, limit_spinning, plugin_modules
+
+WAIT_SECONDS = 5.0
+"""How long a process waits at its end for threads before it warns of them."""
 
 
 def main() -> None:
@@ -48,6 +53,24 @@ def main() -> None:
     with errors_as_exit_codes():
         module = import_module(f"ddp_trainer.commands.{(command or 'train').replace('-', '_')}")
     module.main(words)
+    warn_of_threads()
+
+
+def warn_of_threads() -> None:
+    """Warn of the threads for which this process waits, if it has not ended `WAIT_SECONDS` later.
+
+    Python waits at its end for all threads that are no daemons, for example those of a plug-in.
+    """
+
+    def watch() -> None:
+        time.sleep(WAIT_SECONDS)
+        waiting = {thread for thread in threading.enumerate() if not thread.daemon}
+        names = [thread.name for thread in waiting - {threading.main_thread()}]
+        if names:
+            reason = f"and waits for the threads {', '.join(names)}: start them with daemon=True"
+            print(f"process {os.getpid()} has done its work, {reason}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -202,3 +202,22 @@ class Growing(Observer):
 
     def state_dict(self):
         return {"values": tuple(range(self.steps // 3 * 200_000))}
+
+
+@dataclass(kw_only=True)
+class ThreadConfig(ObserverConfig):
+    name: str = "thread"
+
+
+@register_observer("thread", ThreadConfig)
+class Thread(Observer):
+    """Starts a thread that lasts longer than the training."""
+
+    def __init__(self, config):
+        pass
+
+    def on_end(self, run):
+        import threading
+        import time
+
+        threading.Thread(target=time.sleep, args=[7.0], name="poller").start()

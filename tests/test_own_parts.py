@@ -188,3 +188,11 @@ def test_a_state_that_can_no_longer_be_read_is_no_success(tmp_path: Path) -> Non
     assert "the last good checkpoint is run/checkpoints/step-00000002.pt: use only tensors" in (
         done.output
     )
+
+
+def test_a_thread_that_keeps_the_process_is_named(tmp_path: Path) -> None:
+    done = launch(*TINY, "observer=[thread]", cwd=tmp_path, **plugins("broken_parts", TESTS))
+    assert done.code == 0, done.output
+    assert "has done its work, and waits for the threads poller: start them with daemon=True" in (
+        done.output
+    )
