@@ -3,6 +3,7 @@
 import io
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ RGB = Image.fromarray(gradient())
 SIXTEEN = Image.fromarray(np.asarray(RGB.convert("L")).astype(np.uint16) * 257)
 BRIGHT = np.asarray(RGB.convert("L")).astype(np.int32) * 257
 THIRTY_TWO = Image.fromarray(np.where(BRIGHT > 40_000, 1_000_000, BRIGHT))  # more than 16 bits
-IN_EIGHT = Image.fromarray((np.asarray(THIRTY_TWO).clip(0, 65535) // 257).astype(np.uint8))
+IN_EIGHT = Image.fromarray((np.asarray(THIRTY_TWO) / (2**20 - 1) * 255).round().astype(np.uint8))
 PICTURES: dict[str, tuple[Image.Image, dict[str, Any], Image.Image]] = {
     "x.png": (RGB, {}, RGB),
     "progressive.jpg": (RGB, {"progressive": True, "quality": 98}, RGB),
@@ -271,7 +272,7 @@ def test_gray_is_the_luminance(tmp_path: Path) -> None:
         (npy(np.zeros((3, 4, 4, 4))), "it is an array of float64 [3, 4, 4, 4], and no image"),
         (npy(np.array([["a"]])), "it is an array of <U1 [1, 1], and no image"),
         (npy(np.full((3, 4, 4), np.nan)), "it has values that are not finite"),
-        (npy(np.zeros((2, 4, 4), np.uint8)), "the image has 2 channels, and the model expects 3"),
+        (npy(np.zeros((2, 4, 4), np.uint8)), "it is an array of shape [2, 4, 4], and the model "),
         (npy(np.zeros((3, 4, 4), np.uint8))[:-5], "ValueError: "),
         (npy(np.array([{}], dtype=object)), "it is an array of object [1], and no image"),
     ],
@@ -280,3 +281,114 @@ def test_an_array_that_is_no_image_is_a_bad_image(content: np.ndarray, reason: s
     with pytest.raises(BadImageError) as raised:
         decode(content)
     assert str(raised.value).startswith(reason)
+
+
+def test_signed_and_deep_pictures_are_scaled_as_their_arrays(tmp_path: Path) -> None:
+    for low, high in ((-1024, 3071), (0, 1_000_000), (0, 65535), (0, 200)):
+        values = np.linspace(low, high, 63).round().astype(np.int32).reshape(7, 9)
+        Image.fromarray(values).save(tmp_path / "x.tiff")
+        image = decode(as_array((tmp_path / "x.tiff").read_bytes()))
+        assert torch.equal(image, decode(npy(values)))
+        assert image.max() - image.min() >= 200
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [
+        ("float16", 1e-7),
+        ("float16", 1e-4),
+        ("float16", 65504.0),
+        ("float32", 3e38),
+        ("float64", 1e-310),
+    ],
+)
+def test_small_and_large_floats_keep_their_contrast(dtype: str, limit: float) -> None:
+    values = np.array([[-limit, 0, limit / 2, limit]], dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        image = decode(npy(values), 1)
+    exact = values.astype(np.float64)
+    share = (exact - exact.min()) / (exact.max() - exact.min())
+    assert np.array_equal(image[0].numpy(), np.round(share * 255))
+
+
+def saved(image: Image.Image, file_format: str, **options: Any) -> np.ndarray:
+    """Return the content of a file of `image`."""
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return as_array(file.getvalue())
+
+
+def test_pages_of_one_bit_are_black_and_white() -> None:
+    bits = np.eye(6, 8) > 0
+    pages = [Image.fromarray(bits), Image.fromarray(~bits)]
+    image = decode(saved(pages[0], "TIFF", save_all=True, append_images=pages[1:]), 2)
+    assert torch.equal(image, torch.from_numpy(np.where([bits, ~bits], 255, 0)))
+
+
+COLORS = RGB.quantize(16)
+CLEAR = Image.merge("RGBA", (*RGB.split(), RGB.getchannel("R").point(lambda value: 200)))
+GRAY_ALPHA = Image.merge("LA", (RGB.convert("L"), RGB.getchannel("G")))
+
+
+@pytest.mark.parametrize(
+    ("image", "file_format", "options"),
+    [
+        (COLORS, "PNG", {}),
+        (COLORS, "PNG", {"transparency": 3}),
+        (COLORS, "GIF", {}),
+        (COLORS, "GIF", {"save_all": True, "append_images": [RGB.convert("L")]}),
+        (COLORS, "TIFF", {}),
+        (COLORS.convert("PA"), "TIFF", {}),
+        (GRAY_ALPHA, "PNG", {}),
+    ],
+)
+def test_palettes_and_gray_with_alpha_become_rgba(
+    image: Image.Image, file_format: str, options: dict[str, Any]
+) -> None:
+    content = saved(image, file_format, **options)
+    expected = np.array(Image.open(io.BytesIO(content.data)).convert("RGBA"))
+    assert torch.equal(decode(content, 4), torch.from_numpy(expected).permute(2, 0, 1))
+    with pytest.raises(BadImageError, match="channels, and the model expects 5"):
+        decode(content, 5)
+
+
+@pytest.mark.parametrize("page", [COLORS, RGB, GRAY_ALPHA])
+def test_a_page_in_color_is_no_channel(page: Image.Image) -> None:
+    with pytest.raises(BadImageError, match="it has several pages, and one has several channels"):
+        decode(saved(page, "TIFF", save_all=True, append_images=[RGB.convert("L")]), 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "file_format", "options"),
+    [
+        ("RGBA", "PNG", {}),
+        ("P", "PNG", {}),
+        ("RGBA", "WEBP", {"lossless": True}),
+        ("RGBA", "AVIF", {"quality": 100}),
+        ("CMYK", "JPEG", {"quality": 100}),
+        ("RGBA", "TIFF", {}),
+    ],
+)
+def test_other_channels_than_rgb_are_turned_too(
+    mode: str, file_format: str, options: dict[str, Any]
+) -> None:
+    image = CLEAR.convert(mode)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turn = {"tiffinfo": {274: 6}} if file_format == "TIFF" else {"exif": exif}
+    content = saved(image.rotate(90, expand=True), file_format, **options, **turn)
+    expected = np.array(image if mode == "CMYK" else image.convert("RGBA")).astype(int)
+    turned = decode(content, 4).permute(1, 2, 0).numpy()
+    assert turned.shape == expected.shape
+    assert np.abs(turned - expected).mean() < 4
+
+
+@pytest.mark.parametrize("shape", [(32, 24, 1), (32, 24, 4)])
+def test_an_array_of_other_channels_is_named_by_its_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadImageError) as raised:
+        decode(npy(np.zeros(shape, np.uint8)))
+    assert str(raised.value) == (
+        f"it is an array of shape {list(shape)}, and the model expects [3, H, W] or [H, W, 3]:"
+        " convert the array"
+    )

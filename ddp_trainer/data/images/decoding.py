@@ -76,8 +76,9 @@ def decode(data: Array, channels: int = 3) -> Tensor:
     """Return the image, or the first frame, of a file, uint8 [channels, H, W].
 
     The image is rotated as its EXIF data require. Images with other numbers of channels than 1 and
-    3 are arrays of numpy.save, [C, H, W] or [H, W, C], and TIFF files with a page for each channel.
-    Values of more than 8 bits are scaled, see `in_eight_bits`.
+    3 are arrays of numpy.save, [C, H, W] or [H, W, C], TIFF files with a page for each channel, and
+    files with so many channels, where a palette is RGBA. Values of more than 8 bits are scaled, see
+    `in_eight_bits`.
 
     data: the content of the file, uint8 [bytes].
 
@@ -93,10 +94,10 @@ def decode(data: Array, channels: int = 3) -> Tensor:
         name, (width, height) = format_and_size(data)
         check_size(height, width)
         is_deep = name == "PNG" and data[24:26].tolist() == [16, 0]  # gray, 16 bits
-        if channels not in (1, 3):
-            image = pages_decode(data, channels)
-        elif decode_image is None or name not in TORCHCODEC_FORMATS or is_deep:
-            image = pillow_decode(data)
+        needs_pillow = channels not in (1, 3) or name not in TORCHCODEC_FORMATS or is_deep
+        if needs_pillow or decode_image is None:
+            with Image.open(io.BytesIO(data.data), formats=known_formats()) as opened:
+                image = picture_pixels(opened, channels)
         else:
             image = decode_image(torch.from_numpy(data), mode="RGB")
         return with_channels(image if image.ndim == 3 else image[0], channels)
@@ -108,8 +109,6 @@ def decode(data: Array, channels: int = 3) -> Tensor:
     except Exception as error:  # decoders may raise anything
         if "allocate memory" in str(error):
             raise
-        if isinstance(error, ChannelsError):
-            raise BadImageError(str(error)) from error
         # without the place in torchcodec's source, such as "decode, /src/Jpeg.cpp:287, "
         reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error))
         raise BadImageError(one_line(f"{type(error).__name__}: {reason}")) from error
@@ -144,25 +143,64 @@ def format_and_size(data: Array) -> tuple[str | None, tuple[int, int]]:
         return opened.format, opened.size
 
 
-def pillow_decode(data: Array) -> Tensor:
-    """Return the first frame of an image file, decoded by Pillow: uint8 [3, H, W]."""
-    with Image.open(io.BytesIO(data.data), formats=known_formats()) as opened:
-        turned: Any = ImageOps.exif_transpose(opened)
-        if turned.mode == "F":  # convert would clip its values, of an unknown range
-            raise BadImageError("its pixels are floating-point numbers: convert it to 8 bits")
-        if turned.mode.startswith("I"):  # 16-bit values, which convert would clip at 255
-            turned = Image.fromarray(in_eight_bits(np.asarray(turned).clip(0, 65535)))
-        return to_tensor(turned.convert("RGB"))
+def picture_pixels(picture: Image.Image, channels: int) -> Tensor:
+    """Return the pixels of a picture that Pillow has opened, uint8 [channels, H, W].
+
+    Raises:
+        BadImageError: the pixels are floating-point numbers, or the picture is too large.
+        ChannelsError: the channels cannot be converted.
+    """
+    pixels = rgb_pixels(picture) if channels in (1, 3) else page_pixels(picture, channels)
+    return with_channels(pixels, channels)
+
+
+def rgb_pixels(picture: Image.Image) -> Tensor:
+    """Return the current frame of a picture, rotated as its EXIF data require: uint8 [3, H, W]."""
+    turned: Any = ImageOps.exif_transpose(picture)
+    if turned.mode == "F":  # convert would clip its values, of an unknown range
+        raise BadImageError("its pixels are floating-point numbers: convert it to 8 bits")
+    if turned.mode.startswith("I"):  # more than 8 bits, which convert would clip at 255
+        turned = Image.fromarray(in_eight_bits(np.asarray(turned)))
+    return to_tensor(turned.convert("RGB"))
+
+
+def page_pixels(picture: Image.Image, channels: int) -> Tensor:
+    """Return a picture whose pages are its channels, or whose only page has all of them.
+
+    uint8 [C, H, W]. Only TIFF files have pages; of other pictures, the current frame is read.
+    Raises ChannelsError if it has too many pages, or several, of which one is in color.
+    """
+    pages: list[Array] = []
+    for page in ImageSequence.Iterator(picture) if picture.format == "TIFF" else [picture]:
+        check_size(page.height, page.width)
+        if len(pages) == channels:
+            raise ChannelsError(
+                f"it has more than {channels} pages, and data.channels={channels} takes one"
+                " page for each channel: set data.channels to the number of pages"
+            )
+        turned: Any = ImageOps.exif_transpose(page)
+        if turned.mode in ("P", "PA") or (turned.mode, channels) == ("LA", 4):
+            turned = turned.convert("RGBA")  # the pixels of P and PA are indices into a palette
+        pages.append(np.moveaxis(in_eight_bits(np.atleast_3d(np.asarray(turned))), 2, 0))
+    if len(pages) > 1 and any(len(page) > 1 for page in pages):
+        raise ChannelsError(
+            "it has several pages, and one has several channels or a palette: convert each page to"
+            " gray"
+        )
+    return torch.from_numpy(np.concatenate(pages))
 
 
 def in_eight_bits(values: Array) -> Array:
     """Return `values` as uint8.
 
     Whole numbers from 0 are scaled from 0 … 2^b - 1 to 0 … 255, for b bits of the largest value, at
-    least 8. Other numbers are scaled from their range. Raises BadImageError if one is not finite.
+    least 8. Other numbers are scaled from their range, and True is 255. Raises BadImageError if a
+    number is not finite.
     """
     if values.dtype == np.uint8:
         return values
+    if values.dtype == bool:
+        return values * np.uint8(255)
     low = float(values.min())
     high = float(values.max())
     if values.dtype.kind != "f" and low >= 0:
@@ -170,7 +208,8 @@ def in_eight_bits(values: Array) -> Array:
         high = 2.0 ** max(8, int(high).bit_length()) - 1
     if not math.isfinite(high - low):
         raise BadImageError("it has values that are not finite")
-    return ((values - low) * (255 / (high - low or 1))).round().astype(np.uint8)
+    from_low = np.subtract(values, low, dtype=np.float64)  # because float16 would overflow
+    return (from_low / (high - low or 1) * 255).round().astype(np.uint8)
 
 
 def check_size(height: int, width: int) -> None:
@@ -196,27 +235,12 @@ def array_decode(data: Array, channels: int) -> Tensor:
         values = values[None]
     elif values.shape[0] != channels and values.shape[2] == channels:
         values = np.moveaxis(values, 2, 0)
+    elif values.shape[0] not in (1, 3, channels):
+        raise BadImageError(
+            f"it is an array of shape {list(shape)}, and the model expects [{channels}, H, W] or"
+            f" [H, W, {channels}]: convert the array"
+        )
     return torch.from_numpy(np.stack([in_eight_bits(channel) for channel in values]))
-
-
-def pages_decode(data: Array, channels: int) -> Tensor:
-    """Return an image whose pages are its channels, or whose only page has all of them.
-
-    uint8 [C, H, W]. Raises ChannelsError if it has too many pages.
-    """
-    pages = []
-    with Image.open(io.BytesIO(data.data), formats=known_formats()) as opened:
-        for page in ImageSequence.Iterator(opened):
-            check_size(page.height, page.width)
-            if len(pages) == channels:
-                raise ChannelsError(
-                    f"it has more than {channels} pages, and data.channels={channels} takes one"
-                    " page for each channel: set data.channels to the number of pages"
-                )
-            pages.append(np.asarray(page.copy()))
-    if len(pages) == 1 and pages[0].ndim == 3:
-        pages = list(np.moveaxis(pages[0], 2, 0))
-    return torch.from_numpy(np.stack([in_eight_bits(page) for page in pages]))
 
 
 def random_box(height: int, width: int, draws: Sequence[float], min_area: float) -> Box:
@@ -262,7 +286,7 @@ def shrink(image: Tensor, short_side: int) -> Tensor:
     return resize(image, Box(0, 0, height, width), size)
 
 
-class ChannelsError(ValueError):
+class ChannelsError(BadImageError, ValueError):
     """An image has a number of channels that cannot be converted."""
 
 

@@ -107,7 +107,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
         side = round(self.image_size / CENTER)
         channels = self.image_shape[0]
         digest = self.files.digest(with_times=True)[:16]
-        name = f"v3-{digest}-{side}x{channels}-{decoder_name()}.cache"
+        name = f"v4-{digest}-{side}x{channels}-{decoder_name()}.cache"
 
         def read(index: int) -> Tensor:
             with path_errors():  # because BadImageError would be recorded in the cache for good
