@@ -18,7 +18,7 @@ from ddp_trainer.config.schema import Backend
 from ddp_trainer.data.augmentation import Normalize
 from ddp_trainer.data.dataset import BadImageError, to_tensor
 from ddp_trainer.data.images import file_index
-from ddp_trainer.data.images.decoding import decode
+from ddp_trainer.data.images.decoding import decode, picture_pixels
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import choose_device
 from ddp_trainer.start import autocast_dtype, memory_format
@@ -66,7 +66,7 @@ class Classifier:
         """Return a `Prediction` for each image, with the `top` most probable classes.
 
         Raises:
-            BadImageError: a file cannot be read or decoded.
+            BadImageError: a file cannot be read or decoded, or a PIL image converted.
             ValueError: pixels have a wrong dtype or shape.
         """
         return list(self.predictions(self.probabilities(images), top=top))
@@ -133,10 +133,12 @@ def load(run_dir: str | Path, *, checkpoint: str | int = BEST, device: str = "au
 
 
 def pixels_of(image: Picture, channels: int) -> Tensor:
-    """Return the pixels of a picture: uint8 [C, H, W]. channels: those of the model, for files.
+    """Return the pixels of a picture: uint8 [C, H, W].
+
+    channels: those of the model, for files and PIL images.
 
     Raises:
-        BadImageError: the file cannot be read or decoded.
+        BadImageError: the file cannot be read or decoded, or the PIL image converted.
         ValueError: pixels have a wrong dtype or shape.
     """
     if isinstance(image, str | Path):
@@ -144,8 +146,8 @@ def pixels_of(image: Picture, channels: int) -> Tensor:
             return read_file(Path(image), channels)
         except BadImageError as error:
             raise BadImageError(f"{image}: {error}") from error
-    if isinstance(image, Image.Image) and image.mode not in ("L", "RGB"):
-        image = image.convert("RGB")
+    if isinstance(image, Image.Image):
+        return picture_pixels(image, channels)
     if not isinstance(image, Tensor):
         image = to_tensor(image)
     if image.dtype != torch.uint8 or image.ndim != 3:

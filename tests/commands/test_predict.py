@@ -20,7 +20,7 @@ from ddp_trainer.commands import evaluate, predict
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import BadImageError
 from ddp_trainer.data.images.decoding import Box, center_box, resize
-from ddp_trainer.tools.classifier import Classifier, read_file
+from ddp_trainer.tools.classifier import Classifier, pixels_of, read_file
 from ddp_trainer.tools.preprocessing import Preprocessing
 from ddp_trainer.tools.trained_model import read_checkpoint
 
@@ -193,6 +193,29 @@ def test_pictures_of_any_size_and_color_reach_a_model_of_gray_digits(digits_run:
     wide = np.full((80, 200), 255, np.uint8)
     wide[:, 60:140] = digit.repeat(10, 0).repeat(10, 1)
     assert classifier(wide)[0].probability == pytest.approx(expected.probability, rel=0.05)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_an_opened_picture_is_read_as_its_file(channels: int, tmp_path: Path) -> None:
+    """Of 16 bits, negative, turned by its EXIF data, gray, with a palette or transparent."""
+    values = np.arange(48, dtype=np.int32).reshape(6, 8)
+    color = Image.fromarray(np.arange(192, dtype=np.uint8).reshape(6, 8, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pictures: dict[str, tuple[Image.Image, dict[str, Any]]] = {
+        "deep.png": (Image.fromarray((values * 80).astype(np.uint16)), {}),
+        "negative.tiff": (Image.fromarray(values * 50 - 1024), {}),
+        "gray.png": (color.convert("L"), {"exif": exif}),
+        "palette.png": (color.convert("RGB").quantize(16), {"exif": exif}),
+        "alpha.png": (color, {"exif": exif}),
+    }
+    for name, (image, options) in pictures.items():
+        image.save(tmp_path / name, **options)
+        with Image.open(tmp_path / name) as opened:
+            pixels = pixels_of(opened, channels)
+        assert torch.equal(pixels, read_file(tmp_path / name, channels)), name
+    with pytest.raises(BadImageError, match="its pixels are floating-point numbers"):
+        pixels_of(Image.new("F", (8, 6)), 3)
 
 
 def test_errors_of_the_library_call_name_the_cause(run_dir: Path, tmp_path: Path) -> None:
