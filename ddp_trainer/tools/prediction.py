@@ -77,7 +77,7 @@ def find_pictures(words: Iterable[str], standard_input: Iterable[bytes]) -> list
         TransientError: the file system does not answer.
     """
     paths: list[str] = []
-    for word in words:
+    for word in map(os.path.expanduser, words):
         if word == "-":
             text = b"".join(standard_input)
             separator = b"\0" if b"\0" in text else b"\n"  # NUL is from find -print0

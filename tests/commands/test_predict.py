@@ -21,6 +21,7 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.data.dataset import BadImageError
 from ddp_trainer.data.images.decoding import Box, center_box, resize
 from ddp_trainer.tools.classifier import Classifier, pixels_of, read_file
+from ddp_trainer.tools.prediction import find_pictures
 from ddp_trainer.tools.preprocessing import Preprocessing
 from ddp_trainer.tools.trained_model import read_checkpoint
 
@@ -143,6 +144,12 @@ def test_paths_come_from_stdin_and_a_reader_may_stop_early(
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
         assert process.wait(60) == 1
+
+
+def test_a_path_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Image.new("L", (4, 4)).save(tmp_path / "a b.png")
+    assert find_pictures(["~/a b.png", "~"], []) == [str(tmp_path / "a b.png")] * 2
 
 
 def test_several_ranks_are_refused(run_dir: Path, images: Path) -> None:
