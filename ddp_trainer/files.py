@@ -1,7 +1,8 @@
-"""Files: complete replacement, locks, and a check of pickles of a stranger."""
+"""Files: complete replacement, locks, and checks of pickles and archives of a stranger."""
 
 import os
 import secrets
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedRandom
@@ -97,6 +98,28 @@ def check_pickle(file: IO[bytes]) -> None:
         stack += [0 if name == "MARK" else size] * len(operation.stack_after)
         if name.endswith("PUT") or name == "MEMOIZE":
             memo[len(memo) if argument is None else argument] = stack[-1]
+
+
+def check_archive(file: IO[bytes]) -> None:
+    """Check that an archive of torch.save is no larger in memory than on disk, and its pickles.
+
+    torch.save stores its members without compression. A compressed one could fill the memory.
+
+    Raises:
+        ValueError: a member is compressed, has another size, or is rejected by `check_pickle`.
+        zipfile.BadZipFile: the file is no archive.
+    """
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        for member in members:
+            if member.filename.lower().endswith(".pkl"):  # as torch compares names
+                with archive.open(member) as pickle:
+                    check_pickle(pickle)
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("it has a compressed member, which torch.save does not write")
+    size = file.seek(0, 2)
+    if sum(member.file_size for member in members) > size:
+        raise ValueError("its members are larger than the file")
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -1,13 +1,10 @@
-"""Checks what a checkpoint contains before anything uses it: its archive, and the types in it."""
+"""Checks what a checkpoint contains before anything uses it: its tensors, and the types in it."""
 
-import zipfile
 from types import NoneType
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch import Tensor, is_tensor, strided
 from torch.utils._pytree import tree_leaves
-
-from ddp_trainer.files import check_pickle
 
 Pattern = Any
 """A type, a tuple of patterns of which one must fit, or a pattern of the items of a container.
@@ -50,28 +47,6 @@ STATE: dict[str, Pattern] = {
     "weights_sha256": str,
 }
 """The contents of a checkpoint, except the optimizer's state, which depends on the strategy."""
-
-
-def check_archive(file: BinaryIO) -> None:
-    """Check that the archive of a checkpoint is no larger in memory than on disk, and its pickles.
-
-    torch.save stores its members without compression. A compressed one could fill the memory.
-
-    Raises:
-        ValueError: a member is compressed, has another size, or is rejected by `check_pickle`.
-        zipfile.BadZipFile: the file is no archive.
-    """
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        for member in members:
-            if member.filename.lower().endswith(".pkl"):  # as torch compares names
-                with archive.open(member) as pickle:
-                    check_pickle(pickle)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("it has a compressed member, which torch.save does not write")
-    size = file.seek(0, 2)
-    if sum(member.file_size for member in members) > size:
-        raise ValueError("its members are larger than the file")
 
 
 def check_tensors(state: dict[Any, Any]) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ddp_trainer.checkpoint.contents import check_archive, check_tensors, check_types
+from ddp_trainer.checkpoint.contents import check_tensors, check_types
 from ddp_trainer.config.errors import one_line
 from ddp_trainer.distributed.world import World, record_progress
-from ddp_trainer.files import replace_file
+from ddp_trainer.files import check_archive, replace_file
 
 MAGIC = b"ddp_trainer/1 sha256 "
 TRAILER_BYTES = len(MAGIC) + 32

@@ -11,7 +11,7 @@ import pickle
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ddp_trainer.config.errors import ConfigError, one_line, require
-from ddp_trainer.files import check_pickle
+from ddp_trainer.files import check_archive, check_pickle
 from ddp_trainer.models.plain_arrays import STAND_INS, PlainArray
 
 State = dict[str, Tensor]
@@ -115,6 +115,26 @@ class InertUnpickler(pickle.Unpickler):
         base = InertStorage if (module, name) == ("torch.storage", "UntypedStorage") else Inert
         return type(name, (base,), {"origin": f"{module}.{name}"})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; torch sets `persistent_load`, which gets only ids of storages."""
+        super().__setattr__(name, without_modules(value) if name == "persistent_load" else value)
+
+
+def without_modules(persistent_load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a `persistent_load` that passes only ids of storages to the one of torch.
+
+    Of the id of a module it returns the class. torch would also compare the source of the class,
+    and write the difference to a file whose path is the name of the class, which a pickle can set.
+    """
+
+    def load_storage(saved_id: Any) -> Any:
+        kind = saved_id[0]
+        # the types too, because a class of the pickle may be equal to any text
+        is_storage = type(kind) in (str, bytes) and kind in ("storage", b"storage")
+        return persistent_load(saved_id) if is_storage else saved_id[1]
+
+    return load_storage
+
 
 def guarded(found: Any) -> Any:
     """Return a stand-in for `found`, a class or function, which a pickle can change without effect.
@@ -196,8 +216,10 @@ def prefixes(tensors: State, shapes: Mapping[str, torch.Size]) -> list[str]:
     For example, DDP adds ``module.``, Lightning ``model.``, and torch.compile ``_orig_mod.``.
     """
     found: Counter[str] = Counter()
+    longest = max(map(len, shapes), default=0)
     for name in tensors:
-        ends = [place + 1 for place, letter in enumerate(name) if letter == "."]
+        first = max(0, len(name) - longest - 1)  # a dot before it is followed by too long a name
+        ends = [place + 1 for place in range(first, len(name)) if name[place] == "."]
         found.update(name[:end] for end in ends if name[end:] in shapes)
     return sorted({"", *(prefix for prefix, _ in found.most_common(MAX_PREFIXES))})
 
@@ -258,6 +280,8 @@ def read_content(path: Path) -> Any:
             return load_file(path)
         if head.startswith(b"PK"):
             refuse_torchscript(path)
+            with open(path, "rb") as file:
+                check_archive(file)
             content = load(path)
         else:
             with open(path, "rb") as file:

@@ -7,7 +7,10 @@ import io
 import logging
 import math
 import pickle
+import struct
 import tarfile
+import time
+import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -198,9 +201,9 @@ def torchscript() -> bytes:
     return buffer.getvalue()
 
 
-def saved(content: Any) -> bytes:
+def saved(content: Any, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(content, buffer, **options)
     return buffer.getvalue()
 
 
@@ -218,6 +221,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a model under a key": (
         lambda: saved({"epoch": 3, "model": lenet(0)}),
+        r"has a whole model \(.*LeNet\)",
+    ),
+    "a model in a file of torch < 1.6": (
+        lambda: saved(lenet(0), _use_new_zipfile_serialization=False),
         r"has a whole model \(.*LeNet\)",
     ),
     "TorchScript": (torchscript, r"TorchScript program.*torch.jit.load\('.*file'\).state_dict"),
@@ -339,7 +346,63 @@ def nested(share: str) -> bytes:
     return f"\x80\x02}}){share * 60}K\x01s.".encode("latin-1")
 
 
+def compressed() -> bytes:
+    """Return a file of torch.save whose members are compressed: 1 MB may become 1 GB."""
+    buffer = io.BytesIO()
+    whole = zipfile.ZipFile(io.BytesIO(saved(lenet(0).state_dict())))
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in whole.namelist():
+            archive.writestr(name, whole.read(name))
+    return buffer.getvalue()
+
+
+def with_module(kind: bytes, folder: Path) -> bytes:
+    """Return a file of torch < 1.6 for which torch writes attack.patch in `folder`, from text.
+
+    kind: a pickle that makes the first item of the saved id.
+    """
+    name = str(folder / "attack")
+    attributes = {"__module__": "collections", "__qualname__": "Counter", "__name__": name}
+    setting = b"(" + pickled("dump_patches") + b"\x88"  # True
+    setting += b"".join(pickled(word) for item in attributes.items() for word in item)
+    counter = b"\x80\x02ccollections\nCounter\nq\x00N}" + setting + b"u\x86b0"
+    module = b"(" + kind + b"h\x00" + pickled("any text\n") + pickled("x\n") + b"tQ0}."
+    head = [torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {}]
+    return b"".join(pickle.dumps(value, 2) for value in head) + counter + module + pickle.dumps([])
+
+
+def pickled(text: str) -> bytes:
+    """Return the opcode that puts a text on the stack, BINUNICODE."""
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+MODULE_IDS = {
+    "a text": pickled("module"),
+    "bytes": b"c_codecs\nencode\n(" + pickled("module") + pickled("latin1") + b"tR",
+    # an object of a class that is equal to any text
+    "an object": b"ccollections\nCounter\nq\x01N}" + pickled("__eq__") + b"cbuiltins\nslice\ns"
+    b"\x86b)R",
+}
+
+
+@pytest.mark.parametrize("kind", MODULE_IDS.values(), ids=MODULE_IDS)
+def test_a_file_writes_no_file(kind: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(with_module(kind, tmp_path))
+    with pytest.raises(ConfigError, match="has no weights"):
+        load_weights(lenet(0), str(tmp_path / "file"), num_classes=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_long_names_are_read_in_seconds(tmp_path: Path) -> None:
+    state = lenet(0).state_dict()
+    write_torch({"." * 1_000_000: torch.ones(1), **prefixed("module.", state)}, tmp_path / "file")
+    began = time.process_time()
+    assert find_weights(tmp_path / "file", {n: v.shape for n, v in state.items()}).source
+    assert time.process_time() - began < 5
+
+
 HOSTILE = {
+    "compressed": compressed(),
     "objects": pickled_array("O"),
     "void": pickled_array("V8"),
     "tar": archive(),
