@@ -41,6 +41,16 @@ def build_text(config):
 
 
 @dataclass(kw_only=True)
+class InPlaceConfig(MetricConfig):
+    name: str = "in_place"
+
+
+@register_metric("in_place", InPlaceConfig)
+def build_in_place(config):
+    return lambda probabilities, labels: probabilities.log_().mean()
+
+
+@dataclass(kw_only=True)
 class DivideConfig(ObserverConfig):
     name: str = "divide"
     event: str = "on_step"

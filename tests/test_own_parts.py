@@ -70,6 +70,10 @@ def test_a_loss_that_returns_one_number_is_one_error(tmp_path: Path) -> None:
             "ObserverError: rank_values returned {'ranks': 21, 'divide': 2} numbers, but {",
         ),
         (["metric=[text]"], "MetricError: metric=text failed (ValueError: could not convert"),
+        (
+            ["metric=[in_place,macro_f1]"],
+            "MetricError: metric=in_place changes its probabilities or labels in place",
+        ),
         *(
             (
                 [

@@ -23,7 +23,7 @@ Metric = Callable[[Tensor, Tensor], float]
 
 
 class MetricError(RuntimeError):
-    """A metric raised an exception, or did not return a number."""
+    """A metric raised an exception, did not return a number, or changed its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,13 @@ def compute_metrics(
     """Return, on all ranks, the metrics by tag ``eval/<name>``; rank 0 computes them. Collective.
 
     Raises:
-        MetricError: on rank 0 only, if a metric raises an exception or returns no number.
+        MetricError: on rank 0 only, if a metric raises an exception, returns no number, or changes
+            its inputs, which the other metrics get too.
     """
     if not metrics:
         return {}
     probabilities, labels = results.gather_probabilities(world)
+    versions = (probabilities._version, labels._version)  # torch counts the changes in place
     values = {}
     if world.is_main:
         for name, metric in metrics.items():
@@ -163,4 +165,9 @@ def compute_metrics(
                 raise MetricError(
                     f"metric={name} failed ({type(error).__name__}: {error})"
                 ) from error
+            if (probabilities._version, labels._version) != versions:
+                raise MetricError(
+                    f"metric={name} changes its probabilities or labels in place, which the other"
+                    " metrics get too: change a copy, for example probabilities.clone()"
+                )
     return world.broadcast_object(values)
