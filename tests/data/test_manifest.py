@@ -163,6 +163,14 @@ DAMAGED: dict[str, tuple[str, str]] = {
     "long path": (HEADER + "a" * 300 + ",cat,train,a\n", "File name too long"),
     "zero byte": (HEADER + "a\0b,cat,train,a\n", "row 2 "),
     "path twice": (HEADER + "{0},cat,train,a\n{0},dog,train,b\n", "row 3 lists {0}, as row 2 does"),
+    "path twice in other words": (
+        HEADER + "{0},cat,train,a\ntrain/./dog/../cat/0.png,dog,val,b\n",
+        "row 3 lists train/./dog/../cat/0.png, as row 2 does",
+    ),
+    "a relative and a full path": (
+        HEADER + "{0},cat,train,a\n/{root}/{0},dog,val,b\n",
+        "row 3 lists /{root}/{0}, as row 2 does",
+    ),
     "group twice": (HEADER + "{0},cat,train,a\n{1},dog,val,a\n", "row 3 puts the group 'a' into"),
     "one class": (HEADER + "{0},cat,train,a\n{1},cat,train,a\n", "has only one label"),
     "no training row": (HEADER + "{0},cat,val,a\n{1},dog,val,b\n", "no row of the split train"),
@@ -178,12 +186,22 @@ DAMAGED: dict[str, tuple[str, str]] = {
 def test_a_wrong_row_is_one_line_with_its_number(name: str, root: Path) -> None:
     text, message = DAMAGED[name]
     paths = ["train/cat/0.png", "train/dog/0.png"]
-    (root / "a.csv").write_text(text.format(*paths))
+    (root / "a.csv").write_text(text.format(*paths, root=root))
     with pytest.raises(ConfigError) as caught:
         build(root / "a.csv")
-    assert message.format(*paths) in str(caught.value)
+    assert message.format(*paths, root=root) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(root / "a.csv") in str(caught.value)
+
+
+def test_a_relative_root_has_the_images_of_full_paths(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    text = HEADER + f"cat/0.png,cat,train,a\n{root}/train/cat/0.png,cat,val,b\n"
+    (root / "a.csv").write_text(text)
+    with pytest.raises(ConfigError, match=r"row 3 lists .*/train/cat/0\.png, as row 2 does"):
+        build(root / "a.csv", root="train")
 
 
 OTHER_FILES = {

@@ -176,7 +176,7 @@ def index_rows(
             f" {printable(', '.join(class_names))[:200]}"
         ),
     )
-    check_unique(table, paths)
+    check_unique(table, paths, root)
     groups = groups_of(table, config.group_column, splits)
     weights = weights_of(table, config.weight_column)
     names = list(map(os.fsencode, paths))
@@ -280,16 +280,22 @@ def is_weight(text: str) -> bool:
         return False
 
 
-def check_unique(table: Table, paths: Sequence[str]) -> None:
-    """Check that no image is listed twice; ConfigError if one is."""
-    if len(set(paths)) == len(paths):
+def check_unique(table: Table, paths: Sequence[str], root: Path) -> None:
+    """Check that no image is listed twice, also not by two forms of its path; else ConfigError."""
+    top = os.path.abspath(root)
+    # A third slash at the begin, because normpath keeps two.
+    full = [
+        os.path.normpath(f"//{path}" if path.startswith("/") else f"//{top}/{path}")
+        for path in paths
+    ]
+    if len(set(full)) == len(full):
         return
     first: dict[str, int] = {}
     table.require(
-        [first.setdefault(path, index) == index for index, path in enumerate(paths)],
+        [first.setdefault(path, index) == index for index, path in enumerate(full)],
         lambda index: (
             f"lists {printable(paths[index])}, as row"
-            f" {table.numbers[first[paths[index]]]} does: keep one of them"
+            f" {table.numbers[first[full[index]]]} does: keep one of them"
         ),
     )
 
