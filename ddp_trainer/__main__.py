@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from io import TextIOWrapper
 
@@ -31,15 +32,13 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         # like stderr, because a file name may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
-    if {"--help", "-h"} & {*sys.argv}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for example, if piped to `head`
     end_with_launcher()
     limit_spinning()
     command, words = split_command(sys.argv[1:])
     if command in ("", "train"):
         # SIGQUIT prints the stacks to stderr, until `StackFile` replaces this handler
         faulthandler.register(signal.SIGQUIT, file=2)
-    from ddp_trainer.commands.command_line import errors_as_exit_codes  # imports Hydra
+    from ddp_trainer.commands.command_line import command_output, errors_as_exit_codes  # Hydra
 
     with errors_as_exit_codes():
         try:
@@ -48,6 +47,16 @@ def main() -> None:
             reason = "the current directory does not exist any more: cd to another directory"
             raise ConfigError(reason) from error
         load_plugins(plugin_modules())
+    # A training goes on without its stdout.
+    is_training = command in ("", "train") and not {"--help", "-h"} & {*words}
+    with nullcontext() if is_training else command_output():
+        run_module(command, words)
+
+
+def run_module(command: str, words: Sequence[str]) -> None:
+    """Run the command, `train` if it is ""; for --help alone, print the overview."""
+    from ddp_trainer.commands.command_line import errors_as_exit_codes
+
     if not command and words in (["--help"], ["-h"]):
         return print_overview()
     with errors_as_exit_codes():

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 import zlib
@@ -503,9 +504,13 @@ def test_a_picture_from_a_closed_stdin_is_one_error(run_dir: Path, tmp_path: Pat
     assert "Traceback" not in done.output
 
 
-def test_an_output_that_is_full_is_one_error(run_dir: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-u", "-m", "ddp_trainer", "verify", str(run_dir)]
-    done = run_command(["bash", "-c", f"{shlex.join(words)} >/dev/full"], cwd=tmp_path)
-    assert done.code == 1
-    assert "the output cannot be written (No space left on device)" in done.output
-    assert "Traceback" not in done.output
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["evaluate RUN", "report RUN", "verify RUN", "train --help"])
+def test_an_output_that_is_full_or_not_read_is_no_traceback(
+    command: str, unbuffered: str, run_dir: Path, tmp_path: Path
+) -> None:
+    words = f"{sys.executable} -m ddp_trainer {command.replace('RUN', str(run_dir))}"
+    script = f"{words} | true; echo ${{PIPESTATUS[0]}}; {words} >/dev/full; echo $?"
+    done = run_command(["bash", "-c", script], cwd=tmp_path, PYTHONUNBUFFERED=unbuffered)
+    reason = "error: the output cannot be written (No space left on device)"
+    assert done.output.splitlines() == [str(128 + signal.SIGPIPE), reason, "1"]

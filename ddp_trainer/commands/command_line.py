@@ -2,12 +2,14 @@
 
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.errors import HydraException
@@ -39,6 +41,44 @@ RANK_0_SECONDS = 5.0
 
 This is needed because torchrun ends all ranks when one rank has exited.
 """
+
+
+class CommandOutput(FileIO):
+    """The stdout of a command: the command ends if it cannot be written, and without a traceback.
+
+    Not by the signal SIGPIPE, which a connection to another process could raise too.
+    """
+
+    def write(self, data: Any) -> int:
+        """Write `data`; exit with 141, as after SIGPIPE, if the reader has ended, as `head` does.
+
+        After any other failure, print it and exit with 1.
+        """
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what is still buffered
+            if isinstance(error, BrokenPipeError):
+                sys.exit(128 + signal.SIGPIPE)
+            reason = f"the output cannot be written ({error.strerror})"
+            exit_with_user_error(TransientError(reason))
+
+
+@contextmanager
+def command_output() -> Iterator[None]:
+    """Make `CommandOutput` the stdout in the ``with`` block, and write all of it at the end."""
+    old = sys.stdout
+    if not isinstance(old, TextIOWrapper):  # it is closed, for example
+        yield
+        return
+    file = BufferedWriter(CommandOutput(old.fileno(), "w", closefd=False))
+    line_by_line = old.line_buffering or old.write_through
+    new = TextIOWrapper(file, old.encoding, old.errors, line_buffering=line_by_line)
+    with redirect_stdout(new):
+        try:
+            yield
+        finally:
+            new.flush()
 
 
 def run_command(

@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def inspect(config: DataConfig, options: InspectOptions) -> None:
-    """Print what is found in the data set, and write the page."""
+    """Write the page, and print what is found in the data set."""
     environment = read_environment()
     require(environment.world_size == 1, "inspect runs in one process: start it without torchrun")
     page = None if options.output is None else output_path(options.output)
@@ -75,12 +75,13 @@ def inspect(config: DataConfig, options: InspectOptions) -> None:
     if run_dirs:
         suspects = suspected_labels(run_dirs, names, [*splits.values()], environment)
     findings = find(scan(splits, names, num_threads=threads), suspects)
-    print(*findings.lines(), sep="\n")
+    lines = list(findings.lines())
     if page is not None:
         with output_file(page.with_suffix(".json"), fix=OTHER_OUTPUT, begin=JSON_BEGIN) as file:
             file.write(json.dumps(findings.to_json(), indent=1).encode())
         with output_file(page, fix=OTHER_OUTPUT, begin=b"<!doctype html>") as file:
             file.write(build_page(findings, config.description).encode(errors="replace"))
-        print(f"wrote {page} and {page.with_suffix('.json')}")
+        lines.append(f"wrote {page} and {page.with_suffix('.json')}")
+    print(*lines, sep="\n")  # at the end, because the reader of the output may have ended
     if options.strict and any(findings.counts().values()):
         sys.exit(FAILURE)

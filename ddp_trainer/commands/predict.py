@@ -12,7 +12,6 @@ Config keys that do not change the trained model can be set too, for example dev
 """
 
 import json
-import os
 import re
 import sys
 import time
@@ -23,9 +22,7 @@ from typing import TYPE_CHECKING
 from ddp_trainer.commands.command_line import errors_as_exit_codes
 from ddp_trainer.commands.options import CheckpointOptions, parse_options, split_paths
 from ddp_trainer.config.errors import (
-    FAILURE,
     POSITIVE,
-    TransientError,
     config_class,
     printable,
     require,
@@ -75,13 +72,7 @@ def main(words: Sequence[str]) -> None:
         results = predict_files(
             trained, Classifier(trained), files, batch_size=options.batch_size, top=options.top
         )
-        try:
-            print_results(results)
-        except BrokenPipeError:  # the reader of the output has ended, as in: predict … | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(FAILURE)
-        except OSError as error:  # for example a full disk
-            raise TransientError(f"the output cannot be written: {error.strerror}") from error
+        print_results(results)
 
 
 def print_results(results: Iterator[tuple[str, "Prediction | str"]]) -> None:

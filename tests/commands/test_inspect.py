@@ -6,6 +6,8 @@ import os
 import random
 import re
 import shutil
+import signal
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from PIL import Image
-from processes import Finished, launch, succeed
+from processes import Finished, launch, run_command, succeed
 from runs import TINY, train_all
 from torch.utils.data import Dataset
 
@@ -127,6 +129,15 @@ def test_the_page_has_pictures_and_loads_nothing(inspected: tuple[Finished, Path
     assert not re.search(r"(?:src|href)=\"(?!data:|#)", page)
     assert "different classes" in page
     assert "torn.png" in page
+
+
+def test_the_page_is_written_if_the_output_is_not_read(root: Path, tmp_path: Path) -> None:
+    words = f"{sys.executable} -m ddp_trainer inspect data=imagefolder data.root={root}"
+    script = f"{words} output=page.html | true; echo ${{PIPESTATUS[0]}}"
+    done = run_command(["bash", "-c", script], cwd=tmp_path)
+    assert done.output.splitlines() == [str(128 + signal.SIGPIPE)]
+    assert (tmp_path / "page.html").exists()
+    assert (tmp_path / "page.json").exists()
 
 
 def test_strict_fails_if_there_is_a_finding(root: Path, tmp_path: Path) -> None:
