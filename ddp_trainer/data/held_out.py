@@ -86,6 +86,12 @@ def choose_fraction(split: Split, config: DataConfig) -> Tensor:
     if groups is None:
         mask = choose_samples(labels, fraction)
     else:
+        require(
+            len(groups.unique()) > 1,
+            f"data.validation_fraction={fraction} needs two or more groups, and all {count}"
+            " training images are in one: correct the groups (of a table: data.group_column), or"
+            " remove them (data.group_column=null)",
+        )
         shares = [1 - fraction, fraction]
         mask = distribute_groups(groups, labels, shares, most=math.floor(fraction * count)) == 1
     require(

@@ -104,6 +104,13 @@ def test_fewer_groups_than_folds_are_refused() -> None:
         folds(Labels(torch.zeros(9, dtype=torch.long)), 10)
 
 
+def test_a_fraction_of_one_group_is_refused() -> None:
+    split = Labels(torch.arange(60) % 2, torch.zeros(60))
+    config = DataConfig(name="labels", validation_fraction=0.99)
+    with pytest.raises(ConfigError, match=r"^data\.validation_fraction=0\.99 needs two or more gr"):
+        hold_out(Datasets(split, split, ["a", "b"]), config)
+
+
 def test_images_in_memory_have_folds_too() -> None:
     labels = torch.arange(40) % 4
     images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1)
