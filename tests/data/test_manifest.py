@@ -204,6 +204,12 @@ def test_a_relative_root_has_the_images_of_full_paths(
         build(root / "a.csv", root="train")
 
 
+def test_a_class_that_is_named_twice_is_refused(root: Path) -> None:
+    table = write_csv(root / "a.csv", rows_of(root))
+    with pytest.raises(ConfigError, match=r"^data\.class_names has the name 'cat' twice: remove"):
+        build(table, class_names=["cat", "cat", "dog", "Ähre"])
+
+
 OTHER_FILES = {
     "a.jsonl": (b'{"path": "x"', "row 1 is no JSON"),
     "list.jsonl": (b"[1]", "row 1 must be a JSON object"),

@@ -169,6 +169,11 @@ def index_rows(
     splits = splits_of(table, config.split_column)
     class_names = config.class_names or sorted(set(labels))
     number = {name: place for place, name in enumerate(class_names)}
+    repeated = [name for place, name in enumerate(class_names) if number[name] != place]
+    require(
+        not repeated,
+        f"data.class_names has the name {printable(', '.join(repeated[:1]))!r} twice: remove one",
+    )
     table.require(
         [label in number for label in labels],
         lambda index: (
