@@ -117,6 +117,9 @@ def check_archive(file: IO[bytes]) -> None:
                     check_pickle(pickle)
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError("it has a compressed member, which torch.save does not write")
+    # zipfile adds what precedes an archive to all places; torch would read another list of members
+    if archive.comment or min((member.header_offset for member in members), default=0) > 0:
+        raise ValueError("its first member is not at its begin, or it has a comment")
     size = file.seek(0, 2)
     if sum(member.file_size for member in members) > size:
         raise ValueError("its members are larger than the file")

@@ -356,6 +356,30 @@ def compressed() -> bytes:
     return buffer.getvalue()
 
 
+def with_two_lists() -> bytes:
+    """Return an archive with two lists of members: zipfile finds the second, and torch the first.
+
+    The second has one harmless member, and a comment that makes it as long as the first.
+    """
+    whole = saved(lenet(0).state_dict())
+    names = zipfile.ZipFile(io.BytesIO(whole)).namelist()
+    begin = zipfile.ZipFile(io.BytesIO(whole)).start_dir
+    first = whole[begin : whole.index(b"PK\x06\x06", begin)]
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    other = buffer.getvalue()
+    place = zipfile.ZipFile(buffer).start_dir
+    second = bytearray(other[place:-22])
+    comment = len(first) - len(second)
+    struct.pack_into("<H", second, 32, comment)
+    numbers = (0, 0, len(names), len(names), len(first), begin, 0)
+    end = struct.pack("<4s4H2LH", b"PK\x05\x06", *numbers)
+    # the distance from the first list to its copy is the length of first and member
+    struct.pack_into("<L", second, 42, begin - place)
+    return whole[:begin] + first + other[:place] + bytes(second) + bytes(comment) + end
+
+
 def with_module(kind: bytes, folder: Path) -> bytes:
     """Return a file of torch < 1.6 for which torch writes attack.patch in `folder`, from text.
 
@@ -403,6 +427,7 @@ def test_long_names_are_read_in_seconds(tmp_path: Path) -> None:
 
 HOSTILE = {
     "compressed": compressed(),
+    "two lists": with_two_lists(),
     "objects": pickled_array("O"),
     "void": pickled_array("V8"),
     "tar": archive(),
