@@ -422,7 +422,7 @@ COMMANDS = {
     "predict {run}": "predict takes a run directory and images",
     "predict {run} {folder}/missing.png": (
         "{folder}/missing.png cannot be read (No such file or directory): give image "
-        "files, a folder, or -"
+        "files (quote spaces), a folder, or -"
     ),
     "predict {run} {folder}/{long}": "{folder}/{long} cannot be read (File name too long)",
     "predict {run} {folder}/none": "{folder}/none has no image",

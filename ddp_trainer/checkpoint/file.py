@@ -115,6 +115,7 @@ def outline_of(state: State) -> io.BytesIO:
     """Return a file with `state` in which the tensors have shapes and no data (meta tensors)."""
     outline = io.BytesIO()
     torch.save(tree_map_only(Tensor, lambda tensor: tensor.to("meta"), state), outline)
+    outline.seek(0)
     return outline
 
 

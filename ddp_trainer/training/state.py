@@ -1,11 +1,10 @@
 """The state of a run in a checkpoint."""
 
-import io
 from typing import Any
 
 import torch
 
-from ddp_trainer.checkpoint.file import State
+from ddp_trainer.checkpoint.file import State, outline_of
 from ddp_trainer.checkpoint.store import best_of
 from ddp_trainer.models.weights import load_state, tensors_of
 from ddp_trainer.sync.buffers import averaged_statistics, restore_buffers
@@ -68,11 +67,8 @@ class RunState:
 
 def check_observer_state(name: str, state: Any) -> None:
     """Check that a checkpoint with `state` can be read; ObserverError if not."""
-    file = io.BytesIO()
     try:
-        torch.save(state, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
+        torch.load(outline_of(state), weights_only=True)
     except Exception as error:  # the state of a plug-in may be any object
         raise ObserverError(
             f"observer={name}: state_dict must return builtins and tensors only, because a"
