@@ -185,7 +185,8 @@ def test_numbers_of_numpy_in_the_state_are_saved(tmp_path: Path) -> None:
 
 
 def test_a_state_that_can_no_longer_be_read_is_no_success(tmp_path: Path) -> None:
-    words = (*TINY, "observer=[growing]", "name=run", "output_dir=.", "checkpoint.every_steps=1")
+    words = (*TINY, "observer=[growing]", "name=run", "output_dir=.", "max_steps=4")
+    words = (*words, "checkpoint.every_steps=1")
     done = launch(*words, cwd=tmp_path, **plugins("broken_parts", TESTS))
     assert done.code == 1, done.output
     assert "it has a tuple of more than 100,000 items" in done.output
