@@ -143,6 +143,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "whole"
 
 
+@pytest.mark.fault("SIGKILL of a run with own parts")
 def test_own_parts_that_are_killed_and_resumed_end_as_if_left_alone(whole: Path) -> None:
     folder = whole.parent
     killed = folder / "killed"

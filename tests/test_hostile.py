@@ -504,6 +504,7 @@ def test_a_picture_from_a_closed_stdin_is_one_error(run_dir: Path, tmp_path: Pat
     assert "Traceback" not in done.output
 
 
+@pytest.mark.fault("an output that is full, or that nobody reads", times=2)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", ["evaluate RUN", "report RUN", "verify RUN", "train --help"])
 def test_an_output_that_is_full_or_not_read_is_no_traceback(

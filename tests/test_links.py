@@ -147,6 +147,7 @@ def exchange(first: Path, second: Path) -> None:
     assert ctypes.CDLL(None).renameat2(at_fdcwd, paths[0], at_fdcwd, paths[1], rename_exchange) == 0
 
 
+@pytest.mark.fault("a link that takes the name of a file or folder in training", times=2)
 def test_nothing_is_written_through_a_link_that_appears_in_training(
     outside: Path, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_save_stays_in_its_folder_whenever_a_link_takes_its_name(tmp_path: Pat
     assert calls > 10
 
 
+@pytest.mark.fault("a link that takes the name of the run directory in training")
 def test_no_checkpoint_of_another_run_is_removed_if_the_directory_becomes_a_link_to_it(
     tmp_path: Path,
 ) -> None:
@@ -264,6 +266,7 @@ def link_away(run_dir: Path, target: Path, name: str) -> None:
     (run_dir / name).symlink_to(target)
 
 
+@pytest.mark.fault("a link that takes the name of a file or folder in training")
 @pytest.mark.parametrize("name", ["pictures/first_batch.png", "evaluation", "pictures"])
 def test_pictures_and_scores_follow_no_link_that_appears_in_training(
     name: str, outside: Path, tmp_path: Path

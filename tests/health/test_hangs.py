@@ -141,6 +141,7 @@ def test_doctor_shows_where_the_ranks_of_a_run_are_and_disturbs_nothing(tmp_path
     assert (ended.code, ended.output) == (2, error)
 
 
+@pytest.mark.fault("a disk that takes long for a checkpoint")
 def test_a_disk_that_is_slow_is_not_one_that_hangs(tmp_path: Path) -> None:
     """The second save waits for the first, for longer than a rank may stand still."""
     done = launch(*words(tmp_path, 10), ranks=2, script=SLOW_DISK, PART=str(2**16), deadline=120)
