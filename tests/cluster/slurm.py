@@ -273,7 +273,7 @@ class SlurmCluster:
 
     def hasten(self, job: dict[str, str]) -> None:
         """Let a requeued job begin in seconds; in the second of its end, nodes would refuse it as
-        ended.
+        ended. Its script must have ended, because it excludes nodes after it has requeued the job.
         """
         begins = job["StartTime"]
         soon = (datetime.now() + timedelta(seconds=10)).isoformat()
@@ -281,6 +281,7 @@ class SlurmCluster:
             job["JobState"] == "PENDING"
             and job["Reason"] == "BeginTime"
             and soon < begins != "Unknown"
+            and not processes_with(f"SLURM_JOB_ID={job['JobId']}")
         ):
             self.run("scontrol", "update", f"JobId={job['JobId']}", "StartTime=now+3", check=False)
 
