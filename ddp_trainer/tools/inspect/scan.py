@@ -32,8 +32,11 @@ SIDE = 32
 """Height and width of a thumbnail in pixels."""
 CHUNK = 128
 """Number of images that a thread reads at a time."""
-WAITING = 4_000_000
-"""Number of values above which the images that a thread holds are summarized."""
+WAITING = 200_000
+"""Number of values above which the images that a thread holds are summarized.
+
+So few fit in a cache of the processor.
+"""
 Array = np.ndarray[Any, np.dtype[Any]]
 IMAGE = np.dtype(
     [
@@ -187,17 +190,17 @@ def summarize(
     """
     for shape, images in by_shape.items():
         places = rows[shape]
-        stacked = torch.stack(images)
+        stacked = torch.stack(images) if len(images) > 1 else images[0][None]
         chunk.images["thumb"][places] = thumbnails(stacked).numpy()
         values = stacked.transpose(0, 1).flatten(1)
         chunk.histogram = chunk.histogram + torch.stack(
             [channel.bincount(minlength=256) for channel in values]
         )
-        begin = b"%d %d %d" % tuple(shape)
-        chunk.images["digest"][places] = [
-            hashlib.blake2b(begin + pixels.tobytes(), digest_size=16).digest()
-            for pixels in stacked.numpy()
-        ]
+        empty = hashlib.blake2b(b"%d %d %d" % tuple(shape), digest_size=16)
+        for place, pixels in zip(places, stacked.numpy(), strict=True):
+            digest = empty.copy()
+            digest.update(np.ascontiguousarray(pixels))
+            chunk.images["digest"][place] = digest.digest()
         chunk.images["height"][places], chunk.images["width"][places] = shape[1:]
     by_shape.clear()
     rows.clear()
