@@ -22,6 +22,9 @@ class OptimizerConfig:
     skips_nonfinite: ClassVar[bool] = False
     """Whether ``step()`` skips the update if ``found_inf`` is 1, as torch's fused optimizers do."""
 
+    is_elementwise: ClassVar[bool] = False
+    """Whether the update of an element depends on no other element, so that parts can be updated."""
+
     name: str = MISSING
     lr: float = setting(0.1, POSITIVE)
     """Peak learning rate; it does not depend on the global batch size unless scale_lr is true."""
@@ -67,6 +70,7 @@ class AdamConfig(OptimizerConfig):
 class SGDConfig(MomentumConfig):
     name: str = "sgd"
     skips_nonfinite: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = True
     lr: float = setting(0.05, POSITIVE)
     nesterov: bool = True
     weight_decay: float = setting(5e-4, NOT_NEGATIVE)
@@ -76,6 +80,7 @@ class SGDConfig(MomentumConfig):
 class AdamWConfig(AdamConfig):
     name: str = "adamw"
     skips_nonfinite: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = True
     lr: float = setting(1e-3, POSITIVE)
 
 

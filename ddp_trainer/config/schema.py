@@ -279,10 +279,17 @@ class Config:
             f" sync={sync.name} a rank has only its own: use precision=bf16, or sync=ddp",
         )
         require(
-            (self.precision is not Precision.bf16 or sync.supports_bf16)
-            and (not self.compile or sync.supports_compile),
-            f"sync={sync.name} runs the model in threads, where bf16 autocast and a compiled model"
-            " do not work: use precision=fp32 and compile=false, or sync=ddp",
+            self.precision is not Precision.bf16 or sync.supports_bf16,
+            f"sync={sync.name} cannot run a model in bf16: use precision=fp32, or sync=ddp",
+        )
+        require(
+            not self.compile or sync.supports_compile,
+            f"sync={sync.name} cannot run a compiled model: use compile=false, or sync=ddp",
+        )
+        require(
+            self.optimizer.is_elementwise or not sync.shards_parameters,
+            f"optimizer={self.optimizer.name} needs whole parameters, and with sync={sync.name} a"
+            " rank has a part of each: use optimizer=sgd or adamw, or sync=ddp",
         )
 
     def _check_evaluation_values(self) -> None:

@@ -33,6 +33,8 @@ class SyncConfig:
     supports_compile: ClassVar[bool] = True
     supports_check: ClassVar[bool] = True
     """Whether a rank has one replica, whose gradient check.every_steps can compute again."""
+    shards_parameters: ClassVar[bool] = False
+    """Whether a rank updates a part of each parameter, of which it does not have the norm."""
     supports_recovery: ClassVar[bool] = False
     """Whether every rank has all parameters and all of the optimizer's state, and no other state
     that would be lost with a rank.
@@ -126,6 +128,15 @@ class ParameterServerConfig(SyncConfig):
 
 
 @config_class
+class FSDPConfig(SyncConfig):
+    name: str = "fsdp"
+    shards_parameters: ClassVar[bool] = True
+    supports_fp16: ClassVar[bool] = False
+    supports_check: ClassVar[bool] = False
+    supports_compile: ClassVar[bool] = False
+
+
+@config_class
 class LocalSGDConfig(SyncConfig):
     name: str = "local_sgd"
     supports_fp16: ClassVar[bool] = False
@@ -161,6 +172,7 @@ register_sync(
     ParameterServerConfig,
     builder="ddp_trainer.sync.parameter_server:ParameterServerSync",
 )
+register_sync("fsdp", FSDPConfig, builder="ddp_trainer.sync.fsdp:FSDPSync")
 register_sync("local_sgd", LocalSGDConfig, builder="ddp_trainer.sync.local_sgd:LocalSGDSync")
 register_sync("replicas", ReplicasConfig, builder="ddp_trainer.sync.replicas:ReplicasSync")
 register_sync(

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,10 @@ class AveragedWeights:
         """decay: the share of the old average in the new one, in (0, 1)."""
         self.module = copy.deepcopy(model).requires_grad_(False)
         self.average = get_ema_multi_avg_fn(decay)
-        pairs = list(
-            zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)
-        )
+
+    def connect(self, averages: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Set the tensors of both models that `update` uses, in the same order."""
+        pairs = list(zip(averages, values, strict=True))
         self.pairs = [pair for pair in pairs if pair[0].is_floating_point()]
         self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 

@@ -35,6 +35,20 @@ class GradientSync:
         self.model = model
         return model
 
+    def attach(self, optimizer: Optimizer, average: nn.Module | None) -> None:
+        """Prepare the optimizer, and the module with averaged weights. Called once, after `wrap`.
+
+        The base class does nothing.
+        """
+
+    def kept_tensors(self, model: nn.Module) -> list[Tensor]:
+        """Return the parameters and buffers of `model`, or the parts that this rank keeps."""
+        return [*model.parameters(), *model.buffers()]
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which each rank can call `model` on its own. Collective."""
+        return nullcontext()
+
     def gradients(self) -> list[Tensor]:
         """Return the gradients of all parameters of `model` that have a gradient."""
         return gradients_of(self.model)

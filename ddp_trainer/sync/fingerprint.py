@@ -49,8 +49,10 @@ def check_replicas(model: nn.Module, world: World, *, step: int) -> None:
     Raises:
         DesynchronizedError: on all ranks, if they are not.
     """
-    integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-    own = bit_sum([*model.parameters(), *integers])[None]
+    own_statistics = {name for name, value in model.named_buffers() if value.is_floating_point()}
+    state = model.state_dict()
+    shared = [value for name, value in state.items() if name not in own_statistics]
+    own = bit_sum(value for value in shared if torch.is_tensor(value))[None]
     sums = [int(other) for other in world.all_gather(own)]
     if len(set(sums)) == 1:
         return

@@ -261,7 +261,7 @@ def evaluate_model(run: TrainingRun) -> bool:
     """
     run.enter(Phase.evaluation)
     model = run.train_step.models[-1]
-    with averaged_statistics(model, run.train_step.buffer_world):
+    with averaged_statistics(model, run.train_step.buffer_world), run.train_step.sync.whole(model):
         results = evaluate(
             model,
             in_evaluation_phase(run),

@@ -48,7 +48,7 @@ def refresh_statistics(run: TrainingRun) -> None:
 
     run.loaders.sampler.set_epoch(run.epoch, steps - batches)
     try:
-        with eager(model):
+        with eager(model), run.train_step.sync.whole(model):
             run.train_step.measure_statistics(model, run.loaders.train, reset)
     finally:  # also if a rank is lost, after which this is done again
         for layer, (momentum, count) in zip(layers, kept, strict=True):

@@ -80,6 +80,9 @@ class TrainStep:
         decay = settings.ema_decay
         self.ema = None if decay is None else AveragedWeights(model, decay)
         self.replica = sync.wrap(model)
+        sync.attach(optimizer, self.ema and self.ema.module)
+        if self.ema is not None:
+            self.ema.connect(*map(sync.kept_tensors, (self.ema.module, model)))
         # The sum of losses is multiplied by W/G, for W ranks and a global batch of G images: the
         # mean over ranks is then the mean over images, even if ranks have different numbers.
         self.mean_factor = world.world_size / settings.global_batch_size
@@ -215,7 +218,8 @@ class TrainStep:
         norm = self.sync.gradient_norm(self.model)
         max_norm = self.settings.max_grad_norm
         if max_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
         uses_scaler = self.scaler.is_enabled()
         # 0 * norm is NaN if the norm is not finite. With fp16 the norm is not checked, because

@@ -12,6 +12,7 @@ import torch
 from processes import on_ranks
 from runs import cross_entropies, in_process_group, step_settings, world_of
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -20,6 +21,7 @@ from ddp_trainer.config.sync import (
     AllReduceConfig,
     Bucket,
     DDPConfig,
+    FSDPConfig,
     LocalSGDConfig,
     ParameterServerConfig,
     ReplicasConfig,
@@ -44,6 +46,7 @@ STRATEGIES: dict[str, Callable[[int], SyncConfig]] = {
     "ring": lambda ranks: RingConfig(),
     "parameter_server": lambda ranks: ParameterServerConfig(),
     "parameter_server on each rank": lambda ranks: ParameterServerConfig(num_servers=ranks),
+    "fsdp": lambda ranks: FSDPConfig(),
     "local_sgd": lambda ranks: LocalSGDConfig(every_steps=1),
     "replicas": lambda ranks: ReplicasConfig(devices=["cpu"] * ranks),
 }
@@ -87,7 +90,8 @@ def global_batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def parameters_of(model: nn.Module) -> Parameters:
-    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    whole = model.state_dict()  # of a sharded model, too
+    return {name: whole[name].detach().numpy() for name, _ in model.named_parameters()}
 
 
 @functools.cache
@@ -128,7 +132,7 @@ class RecordingStep(TrainStep):
         self.local = {
             name: p.grad.numpy().copy()
             for name, p in self.model.named_parameters()
-            if p.grad is not None
+            if p.grad is not None and not isinstance(p.grad, DTensor)
         }
         return super().forward_backward(images, labels)
 

@@ -30,6 +30,7 @@ STRATEGIES = {
     "ring": ("sync=ring",),
     "parameter_server": ("sync=parameter_server",),
     "parameter_server-two": ("sync=parameter_server", "sync.num_servers=2"),
+    "fsdp": ("sync=fsdp",),
     "local_sgd": ("sync=local_sgd", "sync.every_steps=1"),
 }
 OPTIMIZERS = {
@@ -49,6 +50,8 @@ CASES = [
     "parameter_server-adamw",
     "parameter_server-two-clipped",
     "parameter_server-two-adamw",
+    "fsdp-clipped",
+    "fsdp-adamw",
     "local_sgd-sgd",
 ]
 """Of local SGD with clipping or Adam, the mean of the updates is not the update of the mean."""
@@ -300,8 +303,8 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
         ("sync=local_sgd precision=fp16", 1, "precision=fp16 needs all gradients"),
         ("sync=replicas sync.devices=[cpu,cuda:0]", 1, "must be a list of cpu, or of cuda:0"),
         ("sync=replicas sync.devices=[]", 1, "must be a list of cpu, or of cuda:0"),
-        ("sync=data_parallel precision=bf16", 1, "sync=data_parallel runs the model in threads"),
-        ("sync=data_parallel compile=true", 1, "sync=data_parallel runs the model in threads"),
+        ("sync=data_parallel precision=bf16", 1, "sync=data_parallel cannot run a model in bf16"),
+        ("sync=data_parallel compile=true", 1, "sync=data_parallel cannot run a compiled model"),
         ("sync=ddp sync.powersgd_warmup_steps=1", 2, "must be at least 2"),
         ("sync=local_sgd sync.every_steps=0", 2, "sync.every_steps=0 must be greater than 0"),
     ],
