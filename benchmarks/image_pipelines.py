@@ -166,8 +166,7 @@ def lightning_trainer(folder: Path, cache_dir: Path) -> Epoch:
 def ours(folder: Path, cache_dir: Path, *, cache: str, to_float: bool) -> Epoch:
     from ddp_trainer import Config
     from ddp_trainer.config.data import Cache, ImageFolderConfig
-    from ddp_trainer.data.build import build_datasets
-    from ddp_trainer.data.loaders import build_loaders
+    from ddp_trainer.data.build import build_datasets, build_loaders
     from ddp_trainer.distributed.environment import Environment
     from ddp_trainer.distributed.process_group import process_group
     from ddp_trainer.runtime import keep_freed_memory

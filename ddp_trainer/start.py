@@ -22,9 +22,9 @@ from ddp_trainer.config.plugins import plugin_versions
 from ddp_trainer.config.schema import Config, OnNonfinite, Precision
 from ddp_trainer.config.sync import BatchNorm
 from ddp_trainer.cuda_graphs import CapturedStep, capture_loader, uses_graphs
-from ddp_trainer.data.build import build_datasets, class_counts
+from ddp_trainer.data.build import build_datasets, build_loaders, class_counts
 from ddp_trainer.data.dataset import Datasets, num_samples
-from ddp_trainer.data.loaders import Loaders, build_loaders
+from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.distributed.environment import Environment, c_compilers, installed_versions
 from ddp_trainer.distributed.membership import Membership
 from ddp_trainer.distributed.process_group import prepare, process_group

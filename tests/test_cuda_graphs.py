@@ -12,7 +12,8 @@ from runs import compose, world_of
 from ddp_trainer import registry
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.cuda_graphs import CapturedLoader, capture_loader, uses_graphs
-from ddp_trainer.data.loaders import Batch, Loaders, build_loaders
+from ddp_trainer.data.build import build_loaders
+from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.distributed.world import World
 from ddp_trainer.start import read_data
 

@@ -79,7 +79,9 @@ def train_skipping(folder: Path, *words: str, label: int, ranks: int = 1) -> Fin
     )
 
 
-@pytest.mark.parametrize("words", [(), ("sync=parameter_server",), ("precision=fp16",)], ids=str)
+@pytest.mark.parametrize(
+    "words", [(), ("sync=parameter_server",), ("sync=fsdp",), ("precision=fp16",)], ids=str
+)
 def test_skipped_updates_are_counted_in_parts_as_in_one_launch(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:

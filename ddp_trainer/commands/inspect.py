@@ -61,8 +61,7 @@ def inspect(config: DataConfig, options: InspectOptions) -> None:
     page = None if options.output is None else output_path(options.output)
     run_dirs = [Path(path) for word in options.runs for path in sorted(glob.glob(word)) or [word]]
     with disable_gc():  # imports torch
-        from ddp_trainer.data.build import build_datasets
-        from ddp_trainer.data.loaders import num_readers
+        from ddp_trainer.data.build import build_datasets, num_readers
         from ddp_trainer.tools.inspect.findings import find
         from ddp_trainer.tools.inspect.labels import suspected_labels
         from ddp_trainer.tools.inspect.page import build_page

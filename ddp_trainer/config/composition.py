@@ -171,9 +171,21 @@ def config_digest(config: Any) -> str:
 
 
 def training_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return ``"key: old → new"`` for each key whose value differs, except for `free_keys`."""
+    """Return ``"key: old → new"`` for each key whose value differs, except for `free_keys`.
+
+    A change from one strategy that averages gradients to another is none.
+    """
     free = free_keys(old) | free_keys(new)
+    if all(averages_gradients(tree["sync"]) for tree in (old, new)):
+        old, new = (tree | {"sync": None} for tree in (old, new))
     return differences(flatten_keys(old), flatten_keys(new), ignore=free)
+
+
+def averages_gradients(sync: dict[str, Any]) -> bool:
+    """Return whether a strategy takes the mean over ranks of gradients as they are."""
+    choice = registry.choices("sync").get(sync["name"])
+    is_changed = sync.get("comm_hook", "none") != "none" or sync.get("batch_norm") == "sync"
+    return choice is not None and choice.schema.averages_gradients and not is_changed
 
 
 def changed_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class OptimizerConfig:
     """Whether ``step()`` skips the update if ``found_inf`` is 1, as torch's fused optimizers do."""
 
     is_elementwise: ClassVar[bool] = False
-    """Whether the update of an element depends on no other element, so that parts can be updated."""
+    """Whether the update of an element depends on no other element, as parts of tensors need."""
 
     name: str = MISSING
     lr: float = setting(0.1, POSITIVE)

@@ -23,6 +23,10 @@ Bucket = StrEnum("Bucket", ["parameter", "flat"])
 class SyncConfig:
     single_process: ClassVar[bool] = False
     """Whether the strategy runs in one process only."""
+    averages_gradients: ClassVar[bool] = False
+    """Whether a step takes the mean over ranks of all gradients, as other strategies do. A run can
+    be continued with another of them.
+    """
     point_to_point: ClassVar[bool] = False
     """Whether the strategy sends from rank to rank, which gloo cannot do with tensors on a GPU."""
     supports_fp16: ClassVar[bool] = True
@@ -54,12 +58,14 @@ class SyncConfig:
 @config_class
 class NoSyncConfig(SyncConfig):
     name: str = "none"
+    averages_gradients: ClassVar[bool] = True
     single_process: ClassVar[bool] = True
 
 
 @config_class
 class DDPConfig(SyncConfig):
     name: str = "ddp"
+    averages_gradients: ClassVar[bool] = True
     supports_recovery: ClassVar[bool] = True
     bucket_cap_mb: int | str = setting(
         "auto",
@@ -100,6 +106,7 @@ class DDPConfig(SyncConfig):
 @config_class
 class AllReduceConfig(SyncConfig):
     name: str = "allreduce"
+    averages_gradients: ClassVar[bool] = True
     supports_recovery: ClassVar[bool] = True
     bucket: Bucket = Bucket.flat
     """flat: all gradients in one message; parameter: one message for each parameter's gradient."""
@@ -108,6 +115,7 @@ class AllReduceConfig(SyncConfig):
 @config_class
 class RingConfig(SyncConfig):
     name: str = "ring"
+    averages_gradients: ClassVar[bool] = True
     supports_recovery: ClassVar[bool] = True
     point_to_point: ClassVar[bool] = True
 
@@ -115,6 +123,7 @@ class RingConfig(SyncConfig):
 @config_class
 class ParameterServerConfig(SyncConfig):
     name: str = "parameter_server"
+    averages_gradients: ClassVar[bool] = True
     point_to_point: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
     num_servers: int = setting(1, POSITIVE | NAMED)
@@ -130,6 +139,7 @@ class ParameterServerConfig(SyncConfig):
 @config_class
 class FSDPConfig(SyncConfig):
     name: str = "fsdp"
+    averages_gradients: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
     supports_check: ClassVar[bool] = False

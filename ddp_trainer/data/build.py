@@ -1,7 +1,8 @@
-"""Builds and checks data sets."""
+"""Builds and checks data sets, and builds their loaders."""
 
 from collections import Counter
 from collections.abc import Sequence, Sized
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,15 +10,29 @@ from torch import Tensor
 from ddp_trainer import registry
 from ddp_trainer.config.errors import ConfigError, one_line, require
 from ddp_trainer.config.images import DataConfig
+from ddp_trainer.cores import usable_cores
+from ddp_trainer.data.augmentation import Augmentation, Normalize
 from ddp_trainer.data.dataset import (
     Datasets,
     ImageTensors,
+    Shape,
     Split,
     member,
     per_sample,
     shape_of,
 )
 from ddp_trainer.data.held_out import hold_out
+from ddp_trainer.data.loaders import (
+    EvaluationLoader,
+    Loaders,
+    Reader,
+    ResidentReader,
+    TrainLoader,
+)
+from ddp_trainer.data.readers import SampleReader
+from ddp_trainer.data.sampler import GlobalBatchSampler
+from ddp_trainer.data.sampling import build_draw
+from ddp_trainer.distributed.world import World
 
 
 def build_datasets(config: DataConfig) -> Datasets:
@@ -113,3 +128,99 @@ def class_counts(split: Split, num_classes: int) -> Tensor | None:
     """Return the number of samples of each class, int64 [num_classes]; None if it is unknown."""
     labels = per_sample(split, "labels")
     return None if labels is None else torch.bincount(labels.cpu(), minlength=num_classes)
+
+
+def build_loaders(
+    datasets: Datasets,
+    config: DataConfig,
+    *,
+    world: World,
+    seed: int,
+    global_batch_size: int,
+    eval_batch_size: int,
+    memory_format: torch.memory_format,
+    share: range | None = None,
+) -> Loaders:
+    """Return this rank's loaders. The batch sizes are the numbers of samples over all ranks.
+
+    share: the positions of this rank's samples in each global batch. If they are given, evaluation
+    batches are whole, so `eval_batch_size` is that of one rank; None: every W-th sample.
+    """
+    shape = datasets.image_shape
+    num_classes = len(datasets.class_names)
+    bad_samples: list[tuple[str, str]] = []
+
+    reader = partial(
+        build_reader,
+        config=config,
+        image_shape=shape,
+        num_classes=num_classes,
+        world=world,
+        bad=bad_samples,
+    )
+    normalize = Normalize(config.mean, config.std, device=world.device, memory_format=memory_format)
+    train = reader(datasets.train)
+    sampler = GlobalBatchSampler(
+        len(train),
+        global_batch_size=global_batch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        seed=seed,
+        share=share,
+        draw=build_draw(config.sampling, datasets.train, num_classes),
+    )
+    return Loaders(
+        train=TrainLoader(
+            train,
+            sampler,
+            augmentation=Augmentation(config.augment, height=shape[1], width=shape[2], seed=seed),
+            normalize=normalize,
+            device=world.device,
+            num_classes=num_classes,
+        ),
+        eval=EvaluationLoader(
+            reader(datasets.eval),
+            normalize,
+            world,
+            batch_size=eval_batch_size,
+            are_batches_whole=share is not None,
+        ),
+        datasets=datasets,
+        preprocessing={
+            "mean": config.mean,
+            "std": config.std,
+            "image_shape": list(shape),
+            "center_crop": member(datasets.eval, "center_crop"),
+        },
+        bad_samples=bad_samples,
+    )
+
+
+def build_reader(
+    split: Split,
+    *,
+    config: DataConfig,
+    image_shape: Shape,
+    num_classes: int,
+    world: World,
+    bad: list[tuple[str, str]],
+) -> Reader:
+    """Return the reader of `split`, which appends (name, reason) of each bad sample to `bad`."""
+    if isinstance(split, ImageTensors):
+        return ResidentReader(split, device=world.device)
+    return SampleReader(
+        split,
+        image_shape=image_shape,
+        num_classes=num_classes,
+        num_workers=num_readers(config.num_workers, local_world_size=world.local_world_size),
+        pin_memory=world.device.type == "cuda",
+        blank=torch.tensor(config.mean).mul(255).round().to(torch.uint8)[:, None, None],
+        bad=bad,
+    )
+
+
+def num_readers(num_workers: int | str, *, local_world_size: int) -> int:
+    """Return the number of reading threads; auto: usable cores / ranks of this node, 2 to 16."""
+    if isinstance(num_workers, int):
+        return num_workers
+    return min(16, max(2, usable_cores() // local_world_size))

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from ddp_trainer.config.errors import path_error, require
 from ddp_trainer.cores import usable_cores
+from ddp_trainer.data.build import num_readers
 from ddp_trainer.data.dataset import BadImageError
 from ddp_trainer.data.images.file_index import (
     IMAGE_FILES,
@@ -17,7 +18,6 @@ from ddp_trainer.data.images.file_index import (
     walk,
     warn_of_broken_links,
 )
-from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.runtime import keep_freed_memory
 from ddp_trainer.tools.classifier import Classifier, Prediction, read_file

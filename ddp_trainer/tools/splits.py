@@ -9,11 +9,10 @@ from torch import Tensor
 
 from ddp_trainer.config.data import ImageFolderConfig, ManifestConfig, SplitName
 from ddp_trainer.config.errors import ConfigError, require
-from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.build import build_datasets, num_readers
 from ddp_trainer.data.dataset import ImageTensors, Split, num_samples
 from ddp_trainer.data.datasets.image_folder import open_other_folder, open_test_folder
 from ddp_trainer.data.datasets.manifest import open_manifest_split
-from ddp_trainer.data.loaders import num_readers
 from ddp_trainer.data.readers import NO_LABEL, SampleReader
 from ddp_trainer.tools.trained_model import TrainedModel
 

@@ -209,6 +209,13 @@ def test_what_does_not_change_the_training_is_free_to_change() -> None:
     assert training_changes(plain(), plain(*free)) == []
 
 
+def test_a_run_goes_on_with_another_strategy_that_averages_gradients() -> None:
+    for sync in ("none", "allreduce", "ring", "parameter_server", "fsdp"):
+        assert training_changes(plain(), plain(f"sync={sync}")) == []
+    for word in ("sync=local_sgd", "sync.comm_hook=bf16", "sync.batch_norm=sync"):
+        assert training_changes(plain(), plain(word)), word
+
+
 def test_what_changes_the_training_is_named_from_old_to_new() -> None:
     new = plain("seed=1", "model=lenet", "optimizer.lr=0.5", "data.augment.random_crop_padding=0")
     assert training_changes(plain(), new) == [

@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import (
 from ddp_trainer.config.images import AugmentConfig, DataConfig, FileAugmentConfig
 from ddp_trainer.data import transforms
 from ddp_trainer.data.augmentation import Augmentation
+from ddp_trainer.data.build import build_loaders
 from ddp_trainer.data.dataset import Datasets, ImageTensors
-from ddp_trainer.data.loaders import Batch, Loaders, build_loaders
+from ddp_trainer.data.loaders import Batch, Loaders
 from ddp_trainer.data.readers import SampleReader
 
 CUDA = torch.device("cuda", 0)

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset, Subset
 from ddp_trainer import Datasets, registry
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.images import DataConfig, FileAugmentConfig
-from ddp_trainer.data.build import build_datasets
+from ddp_trainer.data.build import build_datasets, build_loaders
 from ddp_trainer.data.dataset import BadImageError, ImageTensors, num_samples
-from ddp_trainer.data.loaders import Loaders, build_loaders
+from ddp_trainer.data.loaders import Loaders
 from ddp_trainer.data.readers import NO_LABEL
 
 SIDE = 16

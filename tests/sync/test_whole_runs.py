@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import (
+    BATCHNORM,
     TINY,
     assert_bitwise,
     compose,
@@ -146,6 +147,30 @@ def test_killed_after_a_save_and_resumed_is_bitwise_the_same(
             for folder in (trained(ranks), tmp_path)
         ]
         assert steps[0] == steps[1], "what was logged after the save is logged once"
+
+
+def test_a_run_is_continued_without_sharding_and_on_other_ranks_with_it(
+    trained: Callable[[int], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(trained(3) / "ddp-adamw", tmp_path / "whole")
+    cut_back(trained(3) / "fsdp-adamw", 3, to=tmp_path / "parts")
+    common = (*overrides_of("ddp-adamw", ranks=2), f"output_dir={tmp_path}", "name=parts")
+    train_all(2, [(*common, "max_steps=6")])
+    train_all(4, [(*common, "sync=fsdp")])
+    for key in ("model", "optimizer"):
+        torch.testing.assert_close(
+            tensors_of(tmp_path / "whole", key), tensors_of(tmp_path / "parts", key)
+        )
+
+
+def test_sharded_averages_of_blocks_are_those_of_ddp(tmp_path: Path) -> None:
+    small = ("optimizer.lr=0.001", "max_steps=5")  # because BatchNorm amplifies rounding errors
+    common = (*RUN, *BATCHNORM, *small, "ema.decay=0.9", f"output_dir={tmp_path}")
+    sharded = (*common, "sync=fsdp", "name=fsdp")
+    train_all(3, [(*common, "name=ddp"), (*sharded, "max_steps=3"), sharded])
+    ddp, fsdp = (newest_checkpoint(tmp_path / name) for name in ("ddp", "fsdp"))
+    for key in ("ema", "model"):
+        torch.testing.assert_close(ddp[key], fsdp[key])
 
 
 def test_a_servers_optimizer_goes_on_with_other_owners(

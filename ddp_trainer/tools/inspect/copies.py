@@ -202,7 +202,7 @@ def views(thumbs: Array) -> Iterator[Tensor]:
 
 @cache
 def axis_crop(side: int) -> Tensor:
-    """Return the matrix that crops an axis at its begin, its middle or its end, and halves its size.
+    """Return the matrix that crops an axis at its begin, middle or end, and halves its size.
 
     float32 [SIDE, SIDE/2]; images, [N, SIDE, SIDE], are multiplied by it from both sides. That is
     faster than grid_sample for each image.
