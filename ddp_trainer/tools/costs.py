@@ -13,6 +13,7 @@ from ddp_trainer.config.sync import (
     Bucket,
     CommHook,
     DDPConfig,
+    FSDPConfig,
     ParameterServerConfig,
     RingConfig,
     SyncConfig,
@@ -27,6 +28,7 @@ VARIANTS: dict[str, SyncConfig] = {
     "allreduce, parameter": AllReduceConfig(bucket=Bucket.parameter),
     "ring": RingConfig(),
     "parameter_server, 1": ParameterServerConfig(),
+    "fsdp": FSDPConfig(),
 }
 """The configs of the strategies, by their names in the tables of benchmark and plan."""
 PREDICTED = {name: config for name, config in VARIANTS.items() if name != "ddp, powersgd"}
@@ -75,6 +77,8 @@ def exposed_seconds(
             return network.all_reduce(size, world_size) + latencies
         case ParameterServerConfig():  # the server receives the gradients of all other ranks
             return 2 * (network.latency + (world_size - 1) * size / network.bandwidth)
+        case FSDPConfig():  # two all-gathers and a reduce-scatter, each half of an all-reduce
+            return 1.5 * network.all_reduce(size, world_size)
         case _:
             return network.all_reduce(size, world_size)
 
