@@ -12,6 +12,8 @@ import sys
 from contextlib import ExitStack
 from threading import Event, Thread
 
+from torch import Tensor
+
 from ddp_trainer import Config
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.start import set_up
@@ -55,10 +57,10 @@ class AfterBackward:
 
     used = 0.0
 
-    def before_forward(self, *_: object) -> None:
+    def before_forward(self, images: Tensor, labels: Tensor) -> None:
         pass
 
-    def before_optimizer(self, *_: object) -> None:
+    def before_optimizer(self, images: Tensor, labels: Tensor) -> None:
         self.used = used_mb()
 
 

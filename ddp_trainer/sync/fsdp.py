@@ -44,7 +44,7 @@ class FSDPSync(GradientSync):
             ConfigError: FSDP2 cannot shard the model, for example because of a scalar parameter.
         """
         self.model = model
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self.parts: dict[str, nn.Parameter] = {}
         self.modules = self.shard(model)
         return model
@@ -77,16 +77,18 @@ class FSDPSync(GradientSync):
             return []
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # FSDP2 needs this order of memory
-        mesh = DeviceMesh.from_group(self.world.group or dist.group.WORLD, self.world.device.type)
+        group: Any = self.world.group or dist.group.WORLD
+        mesh = DeviceMesh.from_group(group, self.world.device.type)
         try:
             modules = [fully_shard(module, mesh=mesh) for module in (*blocks(model), model)]
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"sync=fsdp cannot shard the model: {error}: use sync=ddp") from error
+        # FSDP2 wants subclasses of classes that torch does not export.
+        all_gather: Any = Marked("all_gather_single", "all_gather_into_tensor")
+        reduce_scatter: Any = Marked("reduce_scatter_single", "reduce_scatter_tensor")
         for module in modules:
-            module.set_custom_all_gather(Marked("all_gather_single", "all_gather_into_tensor"))
-            module.set_custom_reduce_scatter(
-                Marked("reduce_scatter_single", "reduce_scatter_tensor")
-            )
+            module.set_custom_all_gather(all_gather)
+            module.set_custom_reduce_scatter(reduce_scatter)
         model.register_state_dict_post_hook(gather_state)
         model.register_load_state_dict_pre_hook(self.split_state)
         return modules
@@ -210,7 +212,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, with the same memory, or `tensor` itself."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_tensor(part: Tensor, like: Tensor) -> DTensor:

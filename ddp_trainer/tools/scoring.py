@@ -11,8 +11,9 @@ from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.data import SplitName
 from ddp_trainer.config.differences import flatten_keys
 from ddp_trainer.config.images import OnBadImage
+from ddp_trainer.data.build import build_reader
 from ddp_trainer.data.dataset import Split, sample_name
-from ddp_trainer.data.loaders import EvaluationLoader, Reader, build_reader, read_images
+from ddp_trainer.data.loaders import EvaluationLoader, Reader, read_images
 from ddp_trainer.distributed.environment import Environment
 from ddp_trainer.distributed.process_group import prepare, process_group
 from ddp_trainer.distributed.world import World

@@ -199,7 +199,7 @@ def summarize(
         empty = hashlib.blake2b(b"%d %d %d" % tuple(shape), digest_size=16)
         for place, pixels in zip(places, stacked.numpy(), strict=True):
             digest = empty.copy()
-            digest.update(np.ascontiguousarray(pixels))
+            digest.update(np.ascontiguousarray(pixels).data)
             chunk.images["digest"][place] = digest.digest()
         chunk.images["height"][places], chunk.images["width"][places] = shape[1:]
     by_shape.clear()
