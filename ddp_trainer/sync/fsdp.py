@@ -24,58 +24,27 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.world import waiting
-from ddp_trainer.sync.base import GradientSync
+from ddp_trainer.sync.sharded import ShardedSync, local_part
 
 MIN_ELEMENTS = 2**18
 """The minimum number of parameters of a block, which are gathered together."""
 
 
-class FSDPSync(GradientSync):
+class FSDPSync(ShardedSync):
     """Shards a model by torch's FSDP2; the optimizer gets this rank's parts, as plain tensors."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, in which sharded parameters replace the parameters, if there are ranks.
+    def shard(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Shard all parameters: those of each block, and then all others, are gathered together.
 
         Raises:
             ConfigError: FSDP2 cannot shard the model, for example because of a scalar parameter.
         """
-        self.model = model
-        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self.parts: dict[str, nn.Parameter] = {}
-        self.modules = self.shard(model)
-        return model
-
-    def attach(self, optimizer: Optimizer, average: nn.Module | None) -> None:
-        if not self.modules:
-            return
-        if average is not None:
-            self.shard(average)
-        self.parts = {
-            name: nn.Parameter(local_part(parameter), requires_grad=parameter.requires_grad)
-            for name, parameter in self.model.named_parameters()
-        }
-        new = {old: self.parts[name] for old, name in self.names.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [new[old] for old in group["params"]]
-        for old, values in list(optimizer.state.items()):
-            del optimizer.state[old]
-            optimizer.state[new[old]] = self.split(values)
-        self.names.clear()  # else the whole parameters would stay in memory
-        optimizer.register_load_state_dict_pre_hook(self.split_optimizer_state)
-
-    def shard(self, model: nn.Module) -> list[FSDPModule]:
-        """Shard the parameters of `model`, and let its state dicts have whole tensors. Collective.
-
-        Returns the modules whose parameters are gathered together: blocks, and then `model` with
-        all others; none with one rank. Buffers stay as they are.
-        """
-        if self.world.world_size == 1:
-            return []
-        for parameter in model.parameters():
+        named = list(model.named_parameters(remove_duplicate=False))
+        self.rows = {name: len(parameter) if parameter.ndim else 1 for name, parameter in named}
+        for _, parameter in named:
             parameter.data = parameter.data.contiguous()  # FSDP2 needs this order of memory
         group: Any = self.world.group or dist.group.WORLD
         mesh = DeviceMesh.from_group(group, self.world.device.type)
@@ -89,13 +58,24 @@ class FSDPSync(GradientSync):
         for module in modules:
             module.set_custom_all_gather(all_gather)
             module.set_custom_reduce_scatter(reduce_scatter)
-        model.register_state_dict_post_hook(gather_state)
-        model.register_load_state_dict_pre_hook(self.split_state)
-        return modules
+        return {
+            name: nn.Parameter(local_part(parameter), requires_grad=parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        }
+
+    def to_own(self, part: Tensor, parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        return DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
-        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        modules = sharded_modules(model)
         for module in modules:
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)
@@ -108,66 +88,23 @@ class FSDPSync(GradientSync):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        for module in self.modules:
-            module.set_requires_gradient_sync(False)
+        for module in sharded_modules(self.model):
+            module.set_requires_gradient_sync(False, recurse=False)
         yield
-        for module in self.modules:
-            module.set_requires_gradient_sync(True)
+        for module in sharded_modules(self.model):
+            module.set_requires_gradient_sync(True, recurse=False)
 
     def before_step(self) -> None:
         """Move the gradients, of which backward has left this rank's parts, to the optimizer's."""
         for name, parameter in self.model.named_parameters():
-            if self.modules and parameter.grad is not None:
-                self.parts[name].grad = local_part(parameter.grad)
+            if name in self.rows and parameter.grad is not None:
+                self.parameters[name].grad = local_part(parameter.grad)
                 parameter.grad = None
 
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        if not self.modules:
-            return super().gradient_norm(model)
-        nothing = torch.zeros(1, device=self.world.device)  # all parts may be empty
-        parts = [part.grad for part in self.parts.values() if part.grad is not None]
-        norm = nn.utils.get_total_norm([nothing, *parts])
-        return self.world.all_reduce(norm.square()).sqrt()
 
-    def kept_tensors(self, model: nn.Module) -> list[Tensor]:
-        return [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state with whole tensors. Collective."""
-        whole = optimizer.state_dict()
-        if not self.modules:
-            return whole
-        sharded = dict(zip(self.parts.values(), self.model.parameters(), strict=True))
-        parameters = [part for group in optimizer.param_groups for part in group["params"]]
-        state = {
-            index: {
-                name: whole_tensor(value, sharded[parameters[index]]) if value.ndim else value
-                for name, value in values.items()
-            }
-            for index, values in whole["state"].items()
-        }
-        return whole | {"state": state}
-
-    def split_optimizer_state(self, _: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """Return a state of the optimizer with this rank's parts of the tensors of `whole`."""
-        state = {index: self.split(values) for index, values in whole["state"].items()}
-        return whole | {"state": state}
-
-    def split(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's parts of the moments of a parameter, and its step count."""
-        return {name: self.part(value) if value.ndim else value for name, value in values.items()}
-
-    def split_state(self, model: nn.Module, state: dict[str, Any], *_: Any) -> None:
-        """Replace the parameters in `state`, which are whole, by sharded tensors."""
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if name in state:
-                state[name] = sharded_tensor(self.part(state[name]), parameter)
-
-    def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor: rows, [0 or more, …], as FSDP2 splits them."""
-        chunks = whole.to(self.world.device).chunk(self.world.world_size)
-        own = chunks[self.world.rank] if self.world.rank < len(chunks) else whole[:0]
-        return own.clone(memory_format=torch.contiguous_format)  # not a view of the whole
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules of `model` whose parameters are gathered together; none with one rank."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 class Marked:
@@ -208,30 +145,3 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model, is_member=False)
     return found
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, with the same memory, or `tensor` itself."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_tensor(part: Tensor, like: Tensor) -> DTensor:
-    """Return the tensor of which this rank has `part`, sharded as `like`."""
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
-
-
-@waiting()
-def whole_tensor(part: Tensor, like: Tensor) -> Tensor:
-    """Return the whole tensor of which this rank has `part`, sharded as `like`. Collective."""
-    return sharded_tensor(part, like).full_tensor()
-
-
-def gather_state(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-    """Replace the sharded tensors in `state` by whole ones. Collective."""
-    for name, value in state.items():
-        if isinstance(value, DTensor):
-            with waiting():
-                state[name] = value.full_tensor()

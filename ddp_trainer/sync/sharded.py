@@ -1,0 +1,151 @@
+"""`ShardedSync`, the base class of strategies with which a rank keeps only parts of parameters."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_trainer.distributed.world import World
+from ddp_trainer.sync.base import GradientSync
+
+
+class ShardedSync(GradientSync):
+    """Keeps parts of parameters: rows of their first dimension, split as ``torch.chunk`` does.
+
+    State dicts of the model and of the optimizer have whole tensors, so that a checkpoint is that
+    of any other strategy.
+    """
+
+    def __init__(self, config: Any, world: World) -> None:
+        super().__init__(config, world)
+        self.rows: dict[str, int] = {}
+        """The number of rows of each sharded parameter, over all ranks, by the parameter's name."""
+
+    def shard(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Shard parameters of `model`, and fill `rows`; return what the optimizer updates, by name.
+
+        Subclasses must override this. Called for each model if there are several ranks. Collective.
+        """
+        raise NotImplementedError
+
+    def to_own(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """Return `part` in the form that ``load_state_dict`` copies to the model's `parameter`."""
+        return part
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.model = model
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self.parameters = self.shard_with_state(model)
+        return model
+
+    def shard_with_state(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the result of `shard`, after which state dicts of `model` have whole tensors."""
+        if self.world.world_size == 1:
+            return dict(model.named_parameters())
+        parameters = self.shard(model)
+        model.register_state_dict_post_hook(partial(self.gather_state))
+        model.register_load_state_dict_pre_hook(partial(self.split_state))
+        return parameters
+
+    def attach(self, optimizer: Optimizer, average: nn.Module | None) -> None:
+        if average is not None:
+            self.shard_with_state(average)
+        new = {old: self.parameters[name] for old, name in self.names.items()}
+        names = {self.parameters[name]: name for name in self.names.values()}
+        for group in optimizer.param_groups:
+            group["params"] = [new[old] for old in group["params"]]
+        for old, values in list(optimizer.state.items()):
+            del optimizer.state[old]
+            optimizer.state[new[old]] = self.split(names[new[old]], values)
+        order = [names[part] for group in optimizer.param_groups for part in group["params"]]
+        self.order = dict(enumerate(order))
+        self.names.clear()  # else the whole parameters would stay in memory
+        optimizer.register_load_state_dict_pre_hook(self.split_optimizer_state)
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        squares = torch.zeros(2, device=self.world.device)  # of sharded parameters, and of others
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                squares[int(name not in self.rows)] += parameter.grad.norm().square()
+        self.world.all_reduce(squares[:1])
+        return squares.sum().sqrt()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state with whole tensors. Collective."""
+        whole = optimizer.state_dict()
+        state = {
+            index: {key: self.gather(self.order[index], value) for key, value in values.items()}
+            for index, values in whole["state"].items()
+        }
+        return whole | {"state": state}
+
+    def split_optimizer_state(self, _: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of the optimizer with this rank's parts of the tensors of `whole`."""
+        state = {
+            index: self.split(self.order[index], values) for index, values in whole["state"].items()
+        }
+        return whole | {"state": state}
+
+    def gather_state(self, _: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        """Replace the parts in a state dict of a model by whole tensors. Collective."""
+        for name in self.rows:
+            state[name] = self.gather(name, local_part(state[name]))
+
+    def split_state(self, model: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        """Replace the whole tensors in a state dict of a model by this rank's parts."""
+        for name in self.rows.keys() & state.keys():
+            state[name] = self.to_own(self.part(state[name]), model.get_parameter(name))
+
+    def kept_tensors(self, model: nn.Module) -> list[Tensor]:
+        return [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+    def split(self, name: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's parts of the moments of a parameter, and its step count as it is."""
+        if name not in self.rows:
+            return values
+        return {key: self.part(value) if value.ndim else value for key, value in values.items()}
+
+    def part(self, whole: Tensor, *, dim: int = 0) -> Tensor:
+        """Return a copy of this rank's part of a tensor; it may be empty."""
+        chunks = whole.to(self.world.device).chunk(self.world.world_size, dim)
+        is_empty = self.world.rank >= len(chunks)
+        own = whole.narrow(dim, 0, 0) if is_empty else chunks[self.world.rank]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """Return the whole of a parameter, or of one of its moments, of which ranks have parts.
+
+        Collective: every rank must call this.
+        """
+        is_whole = name not in self.rows or not part.ndim
+        return part if is_whole else gather_parts(part, self.sizes(self.rows[name]), self.world)
+
+    def sizes(self, rows: int) -> list[int]:
+        """Return the number of rows of each rank."""
+        world_size = self.world.world_size
+        most = -(-rows // world_size)
+        return [min(most, max(0, rows - rank * most)) for rank in range(world_size)]
+
+
+def gather_parts(part: Tensor, sizes: Sequence[int], world: World, *, dim: int = 0) -> Tensor:
+    """Return the parts of all ranks, one after another along `dim`. Collective.
+
+    sizes: the size along `dim` of each rank's part.
+    """
+    shape = list(part.shape)
+    shape[dim] = max(sizes)
+    padded = part.new_zeros(shape)
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part.detach())
+    parts = [
+        other.narrow(dim, 0, size)
+        for other, size in zip(world.all_gather(padded), sizes, strict=True)
+    ]
+    return torch.cat(parts, dim)
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, with the same memory; any other tensor as it is."""
+    return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
