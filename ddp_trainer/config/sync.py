@@ -147,6 +147,15 @@ class FSDPConfig(SyncConfig):
 
 
 @config_class
+class ChannelParallelConfig(SyncConfig):
+    name: str = "channel_parallel"
+    shards_parameters: ClassVar[bool] = True
+    supports_fp16: ClassVar[bool] = False
+    supports_check: ClassVar[bool] = False
+    supports_compile: ClassVar[bool] = False
+
+
+@config_class
 class LocalSGDConfig(SyncConfig):
     name: str = "local_sgd"
     supports_fp16: ClassVar[bool] = False
@@ -183,6 +192,11 @@ register_sync(
     builder="ddp_trainer.sync.parameter_server:ParameterServerSync",
 )
 register_sync("fsdp", FSDPConfig, builder="ddp_trainer.sync.fsdp:FSDPSync")
+register_sync(
+    "channel_parallel",
+    ChannelParallelConfig,
+    builder="ddp_trainer.sync.channel_parallel:ChannelParallelSync",
+)
 register_sync("local_sgd", LocalSGDConfig, builder="ddp_trainer.sync.local_sgd:LocalSGDSync")
 register_sync("replicas", ReplicasConfig, builder="ddp_trainer.sync.replicas:ReplicasSync")
 register_sync(

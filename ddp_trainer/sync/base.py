@@ -30,6 +30,11 @@ class GradientSync:
         """The number of devices of this rank; a CPU with several replicas counts as one device."""
         return 1
 
+    @property
+    def random_stream(self) -> int:
+        """The number of this rank's random numbers, such as those of dropout."""
+        return self.world.rank
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module that training calls in place of `model`. Called once. Collective."""
         self.model = model

@@ -124,7 +124,7 @@ class TrainStep:
         The sum of these parts over ranks is the mean loss of the global batch. images: float32
         [B, C, H, W]. labels: int64 [B], or with mixup and CutMix float32 [B, classes].
         """
-        self.seed(f"rank {self.world.rank}")
+        self.seed(f"rank {self.sync.random_stream}")
         factor = self.lr_factor(self.count)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor

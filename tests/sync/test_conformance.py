@@ -20,6 +20,7 @@ from ddp_trainer.config.models import LeNetConfig
 from ddp_trainer.config.sync import (
     AllReduceConfig,
     Bucket,
+    ChannelParallelConfig,
     DDPConfig,
     FSDPConfig,
     LocalSGDConfig,
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, Callable[[int], SyncConfig]] = {
     "parameter_server": lambda ranks: ParameterServerConfig(),
     "parameter_server on each rank": lambda ranks: ParameterServerConfig(num_servers=ranks),
     "fsdp": lambda ranks: FSDPConfig(),
+    "channel_parallel": lambda ranks: ChannelParallelConfig(),
     "local_sgd": lambda ranks: LocalSGDConfig(every_steps=1),
     "replicas": lambda ranks: ReplicasConfig(devices=["cpu"] * ranks),
 }

@@ -32,6 +32,7 @@ STRATEGIES = {
     "parameter_server": ("sync=parameter_server",),
     "parameter_server-two": ("sync=parameter_server", "sync.num_servers=2"),
     "fsdp": ("sync=fsdp",),
+    "channel_parallel": ("sync=channel_parallel",),
     "local_sgd": ("sync=local_sgd", "sync.every_steps=1"),
 }
 OPTIMIZERS = {
@@ -53,6 +54,8 @@ CASES = [
     "parameter_server-two-adamw",
     "fsdp-clipped",
     "fsdp-adamw",
+    "channel_parallel-clipped",
+    "channel_parallel-adamw",
     "local_sgd-sgd",
 ]
 """Of local SGD with clipping or Adam, the mean of the updates is not the update of the mean."""
@@ -171,6 +174,17 @@ def test_sharded_averages_of_blocks_are_those_of_ddp(tmp_path: Path) -> None:
     ddp, fsdp = (newest_checkpoint(tmp_path / name) for name in ("ddp", "fsdp"))
     for key in ("ema", "model"):
         torch.testing.assert_close(ddp[key], fsdp[key])
+
+
+def test_split_channels_have_the_statistics_of_the_whole_batch(tmp_path: Path) -> None:
+    small = ("optimizer.lr=0.001", "max_steps=5", "ema.decay=0.9", f"output_dir={tmp_path}")
+    common = (*RUN, *BATCHNORM, *small)
+    split = (*common, "sync=channel_parallel", "name=split")
+    train_all(1, [(*common, "sync=none", "name=whole")])
+    train_all(3, [(*split, "max_steps=3"), split])
+    whole, parts = (newest_checkpoint(tmp_path / name) for name in ("whole", "split"))
+    for key in ("ema", "model"):
+        torch.testing.assert_close(whole[key], parts[key])
 
 
 def test_a_servers_optimizer_goes_on_with_other_owners(

@@ -1,0 +1,159 @@
+"""Channel parallelism: each rank computes some of the output channels of each layer.
+
+All ranks see the whole batch. A rank keeps 1/W of the weights of a convolution or a linear layer,
+computes 1/W of its channels, and the ranks gather the channels before the next layer. In backward,
+each rank has a part of the gradient of the layer's input, which the ranks sum. This strategy shows
+why layers are seldom split over slow links: activations grow with the batch and weights do not, so
+that more is sent than with data parallelism, except by wide layers on few pixels. For a layer with
+a values of input and b of output, a rank sends (W − 1)/W·b values in forward, and 2·(W − 1)/W·a in
+backward. Only the gradients of the weights are not sent.
+
+A rank reads its share of the batch, as always; the images are gathered before the first layer, and
+after the last one, a rank goes on with the logits of its own images. BatchNorm uses the statistics
+of the whole batch.
+
+Source: Dive into Deep Learning, "Training on Multiple GPUs", splitting the work of a layer;
+Krizhevsky, One Weird Trick for Parallelizing Convolutional Neural Networks, 2014 (arXiv 1404.5997);
+Shoeybi et al., Megatron-LM, 2019 (arXiv 1909.08053), for the operators f and g.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.distributed.world import World
+from ddp_trainer.sync.sharded import ShardedSync, gather_parts
+
+
+class ChannelParallelSync(ShardedSync):
+    """Splits the output channels of convolutions without groups, and of linear layers."""
+
+    is_whole = False
+    """Whether a layer has all channels now, because `whole` has gathered them."""
+
+    @property
+    def random_stream(self) -> int:
+        return 0  # because all ranks compute the same batch
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        super().wrap(model)
+        return WholeBatch(model, self.world) if self.world.world_size > 1 else model
+
+    def shard(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Split each layer that has a channel for each rank; a tied layer stays whole."""
+        uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        for name, layer in list(model.named_modules()):
+            if type(layer) not in (nn.Conv2d, nn.Linear) or getattr(layer, "groups", 1) > 1:
+                continue
+            sizes = self.sizes(len(layer.weight))
+            if not sizes[-1] or any(uses[parameter] > 1 for parameter in layer.parameters()):
+                continue
+            for key, whole in list(layer.named_parameters()):
+                own = nn.Parameter(self.part(whole.detach()), requires_grad=whole.requires_grad)
+                setattr(layer, key, own)
+                self.rows[f"{name}.{key}"] = len(whole)
+            dim = 1 if isinstance(layer, nn.Conv2d) else -1
+            layer.register_forward_pre_hook(self.spread)
+            layer.register_forward_hook(partial(self.collect, sizes, dim))
+        return dict(model.named_parameters())
+
+    def spread(self, _: nn.Module, inputs: tuple[Tensor]) -> Any:
+        """Prepare the input of a layer of which each rank computes a part."""
+        return inputs if self.is_whole else Spread.apply(inputs[0], self.world)
+
+    def collect(
+        self, sizes: list[int], dim: int, _: nn.Module, inputs: tuple[Tensor], output: Tensor
+    ) -> Any:
+        """Return the output of a layer with the channels of all ranks."""
+        return output if self.is_whole else Gather.apply(output, sizes, dim, self.world)
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        parameters = {n: p for n, p in model.named_parameters() if n in self.rows}
+        parts = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = self.gather(name, parameter)
+        self.is_whole = bool(parts)
+        try:
+            yield
+        finally:
+            self.is_whole = False
+            for name, parameter in parameters.items():
+                parameter.data = parts[name]
+
+
+class Spread(Function):
+    """The identity. In backward, each rank has a part of the gradient, and gets the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.world.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class Gather(Function):
+    """The parts of all ranks, one after another. In backward, each rank gets that of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, sizes: list[int], dim: int, world: World) -> Tensor:
+        ctx.sizes, ctx.dim, ctx.rank = sizes, dim, world.rank
+        return gather_parts(part, sizes, world, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.split(ctx.sizes, ctx.dim)[ctx.rank], None, None, None
+
+
+class OwnRows(Function):
+    """The rows of this rank's images. In backward, the gradients of all ranks' rows, times 1/W.
+
+    The factor is there because the loss is scaled for gradients whose mean over ranks is taken.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, sizes: list[int], world: World) -> Tensor:
+        ctx.sizes, ctx.world = sizes, world
+        return logits.split(sizes)[world.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        rows = gather_parts(gradient, ctx.sizes, ctx.world)
+        return rows / ctx.world.world_size, None, None
+
+
+class WholeBatch(nn.Module):
+    """Calls a model with the images of all ranks; returns the logits of this rank's images."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        super().__init__()
+        self.model = model
+        self.world = world
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images: float32 [B, C, H, W]; B may differ between ranks. Collective.
+
+        Raises:
+            ConfigError: the model uses weights of a layer without calling the layer.
+        """
+        count = torch.tensor([len(images)], device=images.device)
+        sizes = [int(size) for size in self.world.all_gather(count)]
+        whole = gather_parts(images, sizes, self.world)
+        try:
+            logits = self.model(whole)
+        except RuntimeError as error:
+            raise ConfigError(
+                "sync=channel_parallel cannot split this model, which uses the weights of a layer"
+                f" without calling it ({str(error).partition(chr(10))[0]}): use sync=ddp"
+            ) from error
+        return OwnRows.apply(logits, sizes, self.world)
