@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ddp_trainer.config.errors import ConfigError
+from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.world import World
+from ddp_trainer.sync.buffers import preserved_buffers
 from ddp_trainer.sync.sharded import ShardedSync, gather_parts
 
 
@@ -38,28 +39,38 @@ class ChannelParallelSync(ShardedSync):
     is_whole = False
     """Whether a layer has all channels now, because `whole` has gathered them."""
 
+    def __init__(self, config: Any, world: World) -> None:
+        super().__init__(config, world)
+        self.layers: dict[nn.Module, str] = {}
+        """The split layers of the trained model, and their names."""
+
     @property
     def random_stream(self) -> int:
         return 0  # because all ranks compute the same batch
 
     def wrap(self, model: nn.Module) -> nn.Module:
         super().wrap(model)
-        return WholeBatch(model, self.world) if self.world.world_size > 1 else model
+        return WholeBatch(model, self) if self.world.world_size > 1 else model
 
     def shard(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Split each layer that has a channel for each rank; a tied layer stays whole."""
         uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
         for name, layer in list(model.named_modules()):
-            if type(layer) not in (nn.Conv2d, nn.Linear) or getattr(layer, "groups", 1) > 1:
+            if type(layer) is nn.Linear:
+                dim = -1
+            elif type(layer) is nn.Conv2d and layer.groups == 1:
+                dim = 1
+            else:
                 continue
             sizes = self.sizes(len(layer.weight))
             if not sizes[-1] or any(uses[parameter] > 1 for parameter in layer.parameters()):
                 continue
+            if model is self.model:
+                self.layers[layer] = name
             for key, whole in list(layer.named_parameters()):
                 own = nn.Parameter(self.part(whole.detach()), requires_grad=whole.requires_grad)
                 setattr(layer, key, own)
                 self.rows[f"{name}.{key}"] = len(whole)
-            dim = 1 if isinstance(layer, nn.Conv2d) else -1
             layer.register_forward_pre_hook(self.spread)
             layer.register_forward_hook(partial(self.collect, sizes, dim))
         return dict(model.named_parameters())
@@ -87,6 +98,7 @@ class ChannelParallelSync(ShardedSync):
             self.is_whole = False
             for name, parameter in parameters.items():
                 parameter.data = parts[name]
+            torch.clear_autocast_cache()  # it has whole weights in bf16
 
 
 class Spread(Function):
@@ -98,8 +110,8 @@ class Spread(Function):
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.world.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return ctx.world.all_reduce(grad_outputs[0].contiguous().clone()), None
 
 
 class Gather(Function):
@@ -107,12 +119,14 @@ class Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, sizes: list[int], dim: int, world: World) -> Tensor:
-        ctx.sizes, ctx.dim, ctx.rank = sizes, dim, world.rank
+        ctx.sizes = sizes
+        ctx.dim = dim
+        ctx.rank = world.rank
         return gather_parts(part, sizes, world, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.split(ctx.sizes, ctx.dim)[ctx.rank], None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return grad_outputs[0].split(ctx.sizes, ctx.dim)[ctx.rank], None, None, None
 
 
 class OwnRows(Function):
@@ -123,37 +137,55 @@ class OwnRows(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, sizes: list[int], world: World) -> Tensor:
-        ctx.sizes, ctx.world = sizes, world
+        ctx.sizes = sizes
+        ctx.world = world
         return logits.split(sizes)[world.rank].clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        rows = gather_parts(gradient, ctx.sizes, ctx.world)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        rows = gather_parts(grad_outputs[0], ctx.sizes, ctx.world)
         return rows / ctx.world.world_size, None, None
 
 
 class WholeBatch(nn.Module):
     """Calls a model with the images of all ranks; returns the logits of this rank's images."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, sync: ChannelParallelSync) -> None:
         super().__init__()
         self.model = model
-        self.world = world
+        self.sync = sync
+        self.is_checked = False
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images: float32 [B, C, H, W]; B may differ between ranks. Collective.
+        """Images: float32 [B, C, H, W]; B may differ between ranks. Collective."""
+        world = self.sync.world
+        count = torch.tensor([len(images)], device=images.device)
+        sizes = [int(size) for size in world.all_gather(count)]
+        whole = gather_parts(images, sizes, world)
+        if not self.is_checked:
+            self.check(whole)
+        return OwnRows.apply(self.model(whole), sizes, world)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def check(self, images: Tensor) -> None:
+        """Check that the model calls all split layers.
 
         Raises:
-            ConfigError: the model uses weights of a layer without calling the layer.
+            ConfigError: it does not; it may use the weights of a layer in another way.
         """
-        count = torch.tensor([len(images)], device=images.device)
-        sizes = [int(size) for size in self.world.all_gather(count)]
-        whole = gather_parts(images, sizes, self.world)
-        try:
-            logits = self.model(whole)
-        except RuntimeError as error:
-            raise ConfigError(
-                "sync=channel_parallel cannot split this model, which uses the weights of a layer"
-                f" without calling it ({str(error).partition(chr(10))[0]}): use sync=ddp"
-            ) from error
-        return OwnRows.apply(logits, sizes, self.world)
+        called: list[nn.Module] = []
+        hooks = [
+            layer.register_forward_hook(lambda layer, *_: called.append(layer))
+            for layer in self.sync.layers
+        ]
+        with self.sync.whole(self.model), preserved_buffers(self.model):
+            self.model(images)
+        for hook in hooks:
+            hook.remove()
+        others = [name for layer, name in self.sync.layers.items() if layer not in called]
+        require(
+            not others,
+            f"sync=channel_parallel cannot split {', '.join(others[:1])}, because the model does"
+            " not call this layer: use sync=ddp",
+        )
+        self.is_checked = True

@@ -3,9 +3,9 @@
 torch's FSDP2 does the work. Before a block of layers computes, the ranks gather its parameters
 (all-gather), which they free afterwards. Backward gathers them once more; then each rank receives
 its part of the mean gradient (reduce-scatter) and updates its part of the parameters. This strategy
-shows that memory can be paid for with communication: for m bytes of parameters, a rank sends
-3·(W − 1)/W·m bytes in each step, and 2·(W − 1)/W·m with an all-reduce. With Adam, a rank keeps
-4·m/W bytes in place of 4·m, and for a moment the parameters and gradients of one block.
+shows that memory can be paid for with communication: for m bytes of parameters in blocks, a rank
+sends 3·(W − 1)/W·m bytes in each step, and 2·(W − 1)/W·m with an all-reduce. With Adam, a rank
+keeps 4·m/W bytes in place of 4·m, and for a moment the parameters and gradients of one block.
 
 Checkpoints have whole tensors, so that a run can be continued with another strategy.
 
@@ -14,7 +14,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 Parallel, 2023 (arXiv 2304.11277).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,9 @@ from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.world import waiting
 from ddp_trainer.sync.sharded import ShardedSync, local_part
 
+# torch 2.14 renamed both, and warns about the old names.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MIN_ELEMENTS = 2**18
 """The minimum number of parameters of a block, which are gathered together."""
 
@@ -52,9 +55,8 @@ class FSDPSync(ShardedSync):
             modules = [fully_shard(module, mesh=mesh) for module in (*blocks(model), model)]
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"sync=fsdp cannot shard the model: {error}: use sync=ddp") from error
-        # FSDP2 wants subclasses of classes that torch does not export.
-        all_gather: Any = Marked("all_gather_single", "all_gather_into_tensor")
-        reduce_scatter: Any = Marked("reduce_scatter_single", "reduce_scatter_tensor")
+        all_gather: Any = AllGather()  # the base classes that FSDP2 names are not exported
+        reduce_scatter: Any = ReduceScatter()
         for module in modules:
             module.set_custom_all_gather(all_gather)
             module.set_custom_reduce_scatter(reduce_scatter)
@@ -107,23 +109,34 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-class Marked:
-    """A collective for FSDP2, during which this rank is marked as waiting for others.
-
-    names: the function in ``torch.distributed``; the second name is that before torch 2.14.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self.collective: Callable[..., Any] = next(
-            getattr(dist, name) for name in names if hasattr(dist, name)
-        )
+class AllGather:
+    """torch's all-gather, during which this rank is marked as waiting for others."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     @waiting()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        return self.collective(output_tensor, input_tensor, **options)
+        return ALL_GATHER(output_tensor, input_tensor, **options)
+
+
+class ReduceScatter(AllGather):
+    """Sums or averages the parts of all ranks; each rank gets the result of its part.
+
+    On CPUs, the parts are sent to their owners, because gloo's own function sends twice as much.
+    """
+
+    @waiting()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *, group: Any, op: Any, **options: Any
+    ) -> Any:
+        if input_tensor.device.type == "cuda":
+            return REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, **options)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = received.view(group.size(), -1)
+        function = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        return function(parts, 0, out=output_tensor)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
