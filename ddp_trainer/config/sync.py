@@ -140,6 +140,7 @@ class ParameterServerConfig(SyncConfig):
 class FSDPConfig(SyncConfig):
     name: str = "fsdp"
     averages_gradients: ClassVar[bool] = True
+    point_to_point: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
     supports_check: ClassVar[bool] = False
@@ -149,6 +150,7 @@ class FSDPConfig(SyncConfig):
 @config_class
 class ChannelParallelConfig(SyncConfig):
     name: str = "channel_parallel"
+    point_to_point: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
     supports_check: ClassVar[bool] = False

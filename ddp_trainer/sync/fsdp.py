@@ -14,7 +14,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 Parallel, 2023 (arXiv 2304.11277).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddp_trainer.config.errors import ConfigError
-from ddp_trainer.distributed.world import waiting
+from ddp_trainer.distributed.world import World, waiting
 from ddp_trainer.sync.sharded import ShardedSync, local_part
 
 # torch 2.14 renamed both, and warns about the old names.
@@ -55,8 +55,8 @@ class FSDPSync(ShardedSync):
             modules = [fully_shard(module, mesh=mesh) for module in (*blocks(model), model)]
         except (NotImplementedError, ValueError) as error:
             raise ConfigError(f"sync=fsdp cannot shard the model: {error}: use sync=ddp") from error
-        all_gather: Any = AllGather()  # the base classes that FSDP2 names are not exported
-        reduce_scatter: Any = ReduceScatter()
+        all_gather: Any = AllGather(self.world)  # torch exports no base class
+        reduce_scatter: Any = ReduceScatter(self.world)
         for module in modules:
             module.set_custom_all_gather(all_gather)
             module.set_custom_reduce_scatter(reduce_scatter)
@@ -110,33 +110,47 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 class AllGather:
-    """torch's all-gather, during which this rank is marked as waiting for others."""
+    """Gathers the parts of all ranks, for FSDP2.
+
+    On CPUs by an exchange, because gloo's own function does not send and receive at the same time.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.others = [rank for rank in range(world.world_size) if rank != world.rank]
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     @waiting()
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        return ALL_GATHER(output_tensor, input_tensor, **options)
+        if self.world.device.type == "cuda":
+            return ALL_GATHER(output_tensor, input_tensor, **options)
+        parts = output_tensor.view(self.world.world_size, -1)
+        parts[self.world.rank] = input_tensor
+        return self.exchange([input_tensor] * len(parts), parts)
+
+    def exchange(self, sent: Sequence[Tensor], received: Tensor) -> None:
+        """Send a part to each other rank, and receive one from each; both are by rank."""
+        self.world.exchange(
+            send=[(sent[rank], rank) for rank in self.others],
+            receive=[(received[rank], rank) for rank in self.others],
+        )
 
 
 class ReduceScatter(AllGather):
-    """Sums or averages the parts of all ranks; each rank gets the result of its part.
-
-    On CPUs, the parts are sent to their owners, because gloo's own function sends twice as much.
-    """
+    """Sums or averages parts over ranks, for FSDP2; each rank gets the result of its own part."""
 
     @waiting()
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, *, group: Any, op: Any, **options: Any
-    ) -> Any:
-        if input_tensor.device.type == "cuda":
-            return REDUCE_SCATTER(output_tensor, input_tensor, group=group, op=op, **options)
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        parts = received.view(group.size(), -1)
-        function = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        return function(parts, 0, out=output_tensor)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        if self.world.device.type == "cuda":
+            return REDUCE_SCATTER(output_tensor, input_tensor, **options)
+        parts = input_tensor.view(self.world.world_size, -1)
+        received = torch.empty_like(parts)
+        received[self.world.rank] = parts[self.world.rank]
+        self.exchange(list(parts), received)
+        function = torch.mean if options["op"] == dist.ReduceOp.AVG else torch.sum
+        return function(received, 0, out=output_tensor)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

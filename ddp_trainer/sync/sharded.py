@@ -135,14 +135,17 @@ def gather_parts(part: Tensor, sizes: Sequence[int], world: World, *, dim: int =
 
     sizes: the size along `dim` of each rank's part.
     """
-    shape = list(part.shape)
-    shape[dim] = max(sizes)
-    padded = part.new_zeros(shape)
-    padded.narrow(dim, 0, part.shape[dim]).copy_(part.detach())
-    parts = [
-        other.narrow(dim, 0, size)
-        for other, size in zip(world.all_gather(padded), sizes, strict=True)
-    ]
+    parts: list[Tensor] = []
+    for size in sizes:
+        shape = list(part.shape)
+        shape[dim] = size
+        parts.append(part.new_empty(shape))
+    parts[world.rank].copy_(part.detach())
+    others = [rank for rank in range(world.world_size) if rank != world.rank]
+    world.exchange(
+        send=[(parts[world.rank], rank) for rank in others],
+        receive=[(parts[rank], rank) for rank in others],
+    )
     return torch.cat(parts, dim)
 
 
