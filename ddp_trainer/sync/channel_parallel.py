@@ -70,7 +70,7 @@ class ChannelParallelSync(ShardedSync):
             for key, whole in list(layer.named_parameters()):
                 own = nn.Parameter(self.part(whole.detach()), requires_grad=whole.requires_grad)
                 setattr(layer, key, own)
-                self.rows[f"{name}.{key}"] = len(whole)
+                self.rows[f"{name}.{key}".lstrip(".")] = len(whole)
             layer.register_forward_pre_hook(self.spread)
             layer.register_forward_hook(partial(self.collect, sizes, dim))
         return dict(model.named_parameters())
