@@ -137,9 +137,9 @@ class ParameterServerConfig(SyncConfig):
 
 
 @config_class
-class FSDPConfig(SyncConfig):
-    name: str = "fsdp"
-    averages_gradients: ClassVar[bool] = True
+class ShardedConfig(SyncConfig):
+    """The base class of strategies with which a rank keeps parts of parameters."""
+
     point_to_point: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
@@ -148,13 +148,14 @@ class FSDPConfig(SyncConfig):
 
 
 @config_class
-class ChannelParallelConfig(SyncConfig):
+class FSDPConfig(ShardedConfig):
+    name: str = "fsdp"
+    averages_gradients: ClassVar[bool] = True
+
+
+@config_class
+class ChannelParallelConfig(ShardedConfig):
     name: str = "channel_parallel"
-    point_to_point: ClassVar[bool] = True
-    shards_parameters: ClassVar[bool] = True
-    supports_fp16: ClassVar[bool] = False
-    supports_check: ClassVar[bool] = False
-    supports_compile: ClassVar[bool] = False
 
 
 @config_class

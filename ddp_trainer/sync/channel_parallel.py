@@ -6,7 +6,7 @@ each rank has a part of the gradient of the layer's input, which the ranks sum. 
 why layers are seldom split over slow links: activations grow with the batch and weights do not, so
 that more is sent than with data parallelism, except by wide layers on few pixels. For a layer with
 a values of input and b of output, a rank sends (W − 1)/W·b values in forward, and 2·(W − 1)/W·a in
-backward. Only the gradients of the weights are not sent.
+backward. The gradients of its weights stay on the rank.
 
 A rank reads its share of the batch, as always; the images are gathered before the first layer, and
 after the last one, a rank goes on with the logits of its own images. BatchNorm uses the statistics
@@ -56,18 +56,17 @@ class ChannelParallelSync(ShardedSync):
         """Split each layer that has a channel for each rank; a tied layer stays whole."""
         uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
         for name, layer in list(model.named_modules()):
-            if type(layer) is nn.Linear:
-                dim = -1
-            elif type(layer) is nn.Conv2d and layer.groups == 1:
-                dim = 1
-            else:
+            own_parameters = dict(layer.named_parameters(recurse=False))
+            is_tied = any(uses[parameter] > 1 for parameter in own_parameters.values())
+            dim = channel_dim(layer)
+            if dim is None or is_tied:
                 continue
-            sizes = self.sizes(len(layer.weight))
-            if not sizes[-1] or any(uses[parameter] > 1 for parameter in layer.parameters()):
+            sizes = self.sizes(len(own_parameters["weight"]))
+            if not sizes[-1]:
                 continue
             if model is self.model:
                 self.layers[layer] = name
-            for key, whole in list(layer.named_parameters()):
+            for key, whole in own_parameters.items():
                 own = nn.Parameter(self.part(whole.detach()), requires_grad=whole.requires_grad)
                 setattr(layer, key, own)
                 self.rows[f"{name}.{key}".lstrip(".")] = len(whole)
@@ -99,6 +98,16 @@ class ChannelParallelSync(ShardedSync):
             for name, parameter in parameters.items():
                 parameter.data = parts[name]
             torch.clear_autocast_cache()  # it has whole weights in bf16
+
+
+def channel_dim(layer: nn.Module) -> int | None:
+    """Return the dimension of the output's channels; None for a layer that is not split.
+
+    Subclasses are not split, because their weights may be used in other ways, as by attention.
+    """
+    if type(layer) is nn.Linear:
+        return -1
+    return 1 if type(layer) is nn.Conv2d and layer.groups == 1 else None
 
 
 class Spread(Function):

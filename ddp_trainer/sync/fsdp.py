@@ -14,7 +14,7 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 Parallel, 2023 (arXiv 2304.11277).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.distributed.world import World, waiting
-from ddp_trainer.sync.sharded import ShardedSync, local_part
+from ddp_trainer.sync.sharded import ShardedSync, exchange_parts, local_part
 
 # torch 2.14 renamed both, and warns about the old names.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,14 +110,10 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 class AllGather:
-    """Gathers the parts of all ranks, for FSDP2.
-
-    On CPUs by an exchange, because gloo's own function does not send and receive at the same time.
-    """
+    """Gathers the parts of all ranks, for FSDP2; on CPUs see `exchange_parts`."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.others = [rank for rank in range(world.world_size) if rank != world.rank]
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -128,14 +124,7 @@ class AllGather:
             return ALL_GATHER(output_tensor, input_tensor, **options)
         parts = output_tensor.view(self.world.world_size, -1)
         parts[self.world.rank] = input_tensor
-        return self.exchange([input_tensor] * len(parts), parts)
-
-    def exchange(self, sent: Sequence[Tensor], received: Tensor) -> None:
-        """Send a part to each other rank, and receive one from each; both are by rank."""
-        self.world.exchange(
-            send=[(sent[rank], rank) for rank in self.others],
-            receive=[(received[rank], rank) for rank in self.others],
-        )
+        return exchange_parts([input_tensor] * len(parts), list(parts), self.world)
 
 
 class ReduceScatter(AllGather):
@@ -148,7 +137,7 @@ class ReduceScatter(AllGather):
         parts = input_tensor.view(self.world.world_size, -1)
         received = torch.empty_like(parts)
         received[self.world.rank] = parts[self.world.rank]
-        self.exchange(list(parts), received)
+        exchange_parts(list(parts), list(received), self.world)
         function = torch.mean if options["op"] == dist.ReduceOp.AVG else torch.sum
         return function(received, 0, out=output_tensor)
 

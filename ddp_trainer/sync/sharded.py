@@ -66,12 +66,14 @@ class ShardedSync(GradientSync):
         optimizer.register_load_state_dict_pre_hook(self.split_optimizer_state)
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
-        squares = torch.zeros(2, device=self.world.device)  # of sharded parameters, and of others
+        nothing = torch.zeros(1, device=self.world.device)  # there may be no gradient of a kind
+        parts = [nothing]
+        others = [nothing]
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                squares[int(name not in self.rows)] += parameter.grad.norm().square()
-        self.world.all_reduce(squares[:1])
-        return squares.sum().sqrt()
+                (parts if name in self.rows else others).append(parameter.grad)
+        square = self.world.all_reduce(nn.utils.get_total_norm(parts).square())
+        return (square + nn.utils.get_total_norm(others).square()).sqrt()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state with whole tensors. Collective."""
@@ -108,12 +110,10 @@ class ShardedSync(GradientSync):
             return values
         return {key: self.part(value) if value.ndim else value for key, value in values.items()}
 
-    def part(self, whole: Tensor, *, dim: int = 0) -> Tensor:
+    def part(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of a tensor; it may be empty."""
-        chunks = whole.to(self.world.device).chunk(self.world.world_size, dim)
-        is_empty = self.world.rank >= len(chunks)
-        own = whole.narrow(dim, 0, 0) if is_empty else chunks[self.world.rank]
-        return own.clone(memory_format=torch.contiguous_format)
+        own = whole.split(self.sizes(len(whole)))[self.world.rank]
+        return own.to(self.world.device, copy=True, memory_format=torch.contiguous_format)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of a parameter, or of one of its moments, of which ranks have parts.
@@ -141,12 +141,20 @@ def gather_parts(part: Tensor, sizes: Sequence[int], world: World, *, dim: int =
         shape[dim] = size
         parts.append(part.new_empty(shape))
     parts[world.rank].copy_(part.detach())
+    exchange_parts([parts[world.rank]] * len(parts), parts, world)
+    return torch.cat(parts, dim)
+
+
+def exchange_parts(sent: Sequence[Tensor], received: Sequence[Tensor], world: World) -> None:
+    """Send a tensor to each other rank, and receive one from each; both are by rank. Collective.
+
+    torch's collectives do the same, but gloo does not send and receive at the same time in them.
+    """
     others = [rank for rank in range(world.world_size) if rank != world.rank]
     world.exchange(
-        send=[(parts[world.rank], rank) for rank in others],
-        receive=[(parts[rank], rank) for rank in others],
+        send=[(sent[rank], rank) for rank in others],
+        receive=[(received[rank], rank) for rank in others],
     )
-    return torch.cat(parts, dim)
 
 
 def local_part(tensor: Any) -> Tensor:

@@ -21,6 +21,7 @@ from torch.optim import SGD
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.sync import ChannelParallelConfig, FSDPConfig, SyncConfig
 from ddp_trainer.sync import build_sync
+from ddp_trainer.sync.fsdp import blocks
 from ddp_trainer.training.step import TrainStep
 
 SHARDED = {"fsdp": FSDPConfig(), "channel_parallel": ChannelParallelConfig()}
@@ -29,9 +30,10 @@ SHARDED = {"fsdp": FSDPConfig(), "channel_parallel": ChannelParallelConfig()}
 class Odd(nn.Module):
     """A model with a tied layer, a grouped one, one with two channels, and one of large blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.drop = nn.Dropout(dropout)  # before a layer that all ranks compute
         self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=4)
         self.narrow = nn.Conv2d(8, 2, 1)
         self.one = nn.Linear(18, 18)
@@ -41,9 +43,16 @@ class Odd(nn.Module):
         self.last = nn.Linear(30, 5)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = self.narrow(self.grouped(self.first(images).tanh()))
+        features = self.narrow(self.grouped(self.drop(self.first(images)).tanh()))
         features = self.same(self.one(features.flatten(1)).tanh())
         return self.last(self.wide(features))
+
+
+class Dropping(Odd):
+    """The odd model with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
 
 
 class Scalar(nn.Module):
@@ -69,7 +78,9 @@ class Uncalled(nn.Module):
         return nn.functional.linear(images.flatten(1), self.layer.weight)
 
 
-def take_steps(config: SyncConfig, kind: type[nn.Module]) -> tuple[dict[str, np.ndarray], int, int]:
+def take_steps(
+    config: SyncConfig, kind: type[nn.Module], max_norm: float | None = None
+) -> tuple[dict[str, np.ndarray], int, int]:
     """Train; return whole moments, weights and averages, how many elements this rank updates, and
     how many there are.
     """
@@ -84,7 +95,7 @@ def take_steps(config: SyncConfig, kind: type[nn.Module]) -> tuple[dict[str, np.
             optimizer,
             lambda step: 1.0,
             loss=cross_entropies,
-            settings=step_settings(global_batch_size=7, ema_decay=0.5, max_grad_norm=0.1),
+            settings=step_settings(global_batch_size=7, ema_decay=0.5, max_grad_norm=max_norm),
             world=world,
         )
         random = torch.Generator().manual_seed(1)
@@ -102,13 +113,28 @@ def take_steps(config: SyncConfig, kind: type[nn.Module]) -> tuple[dict[str, np.
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_weights_averages_and_moments_of_an_odd_model_are_those_of_one_process(name: str) -> None:
-    [(expected, _, _)] = on_ranks(1, take_steps, SHARDED[name], Odd)
-    for ranks in (2, 3):
-        for state, own, whole in on_ranks(ranks, take_steps, SHARDED[name], Odd):
+    for ranks, max_norm in ((2, None), (3, None), (3, 0.1)):
+        [(expected, _, _)] = on_ranks(1, take_steps, SHARDED[name], Odd, max_norm)
+        for state, own, whole in on_ranks(ranks, take_steps, SHARDED[name], Odd, max_norm):
             assert state.keys() == expected.keys()
             for key, values in expected.items():
                 np.testing.assert_allclose(state[key], values, rtol=1e-5, atol=1e-6, err_msg=key)
             assert own < 1.01 * whole / ranks + 600  # and what cannot be split
+
+
+def test_a_layer_whose_weights_attention_uses_is_no_block() -> None:
+    encoder = nn.Sequential(nn.TransformerEncoderLayer(512, 8, dim_feedforward=512))
+    assert blocks(encoder) == [encoder[0]]
+    linear = nn.Linear(512, 512)
+    assert blocks(nn.Sequential(nn.ModuleList([linear]), encoder)) == [linear, encoder[0]]
+
+
+def test_ranks_with_the_same_images_have_the_same_dropout() -> None:
+    answers = on_ranks(3, take_steps, SHARDED["channel_parallel"], Dropping)
+    first, *others = [state for state, _, _ in answers]
+    for other in others:
+        for key, values in first.items():
+            assert other[key].tobytes() == values.tobytes(), key
 
 
 def error_of(config: SyncConfig, kind: type[nn.Module]) -> str:
