@@ -33,6 +33,11 @@ class Page:
         self.errors: list[str] = []
         self.requests: list[str] = []
 
+    def visit(self, path: Path) -> None:
+        """Open a file in this page, also if it is open already, and wait until it is loaded."""
+        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
+
     def evaluate(self, script: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited."""
         answer = self.send(
@@ -121,8 +126,7 @@ class Chromium:
         )
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.send("Emulation.setEmulatedMedia", features=[theme])
-        page.send("Page.navigate", url=path.resolve().as_uri())
-        page.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
+        page.visit(path)
         return page
 
     def close(self, page: Page) -> None:
