@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from ddp_trainer import registry
+from ddp_trainer.async_step import AsyncStep
 from ddp_trainer.config.composition import to_builtins
 from ddp_trainer.config.differences import differences, flatten_keys
 from ddp_trainer.config.errors import require
@@ -20,7 +21,7 @@ from ddp_trainer.config.images import DataConfig
 from ddp_trainer.config.losses import LossConfig
 from ddp_trainer.config.plugins import plugin_versions
 from ddp_trainer.config.schema import Config, OnNonfinite, Precision
-from ddp_trainer.config.sync import BatchNorm
+from ddp_trainer.config.sync import AsyncParameterServerConfig, BatchNorm
 from ddp_trainer.cuda_graphs import CapturedStep, capture_loader, uses_graphs
 from ddp_trainer.data.build import build_datasets, build_loaders, class_counts
 from ddp_trainer.data.dataset import Datasets, num_samples
@@ -131,6 +132,9 @@ class Setup:
         if config.shards is not None:
             sync = GradientSync(config.sync, self.world)  # the step itself sums over ranks
             kind = partial(ShardedStep, num_shards=config.shards)
+        elif isinstance(config.sync, AsyncParameterServerConfig) and config.sync.max_staleness:
+            sync = GradientSync(config.sync, self.world)  # the step itself sends gradients
+            kind = partial(AsyncStep, config=config.sync)
         elif uses_graphs(config, self.world):
             kind = CapturedStep
         return kind(

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # which optimizers and DDP import, within the first step at the latest
 
 from ddp_trainer import registry
+from ddp_trainer.async_step import AsyncStep, Staleness
 from ddp_trainer.checkpoint.file import State
 from ddp_trainer.checkpoint.run_dir import check_changes, exclude_node, lock_run_dir
 from ddp_trainer.checkpoint.store import CheckpointStore
@@ -339,6 +340,7 @@ def build_observers(
     return {
         "failures": monitor,
         **({} if training.config.shards is None else {"weights_hash": WeightsHash()}),
+        **({"staleness": Staleness()} if isinstance(training.train_step, AsyncStep) else {}),
         "ranks": Ranks(timer),  # before step_times, which ends the window of their timer
         "step_times": StepTimes(timer),
         **bars,

@@ -138,6 +138,11 @@ ARGUMENTS = {
     "ema.decay=0": "ema.decay=0.0 must be greater than 0 and less than 1",
     "recovery.silent_seconds=0.5": "recovery.silent_seconds=0.5 must be at least 1",
     "sync=local_sgd ema.decay=0.9": "ema.decay=0.9 needs parameters that are equal on all ranks",
+    "sync=async_parameter_server on_nonfinite=skip": (
+        "on_nonfinite=skip needs ranks that leave out an update together, and with"
+        " sync=async_parameter_server each goes on by itself: use on_nonfinite=stop, or sync=ddp"
+    ),
+    "sync=async_parameter_server sync.max_staleness=65": "sync.max_staleness=65 must be 0 to 64",
     "data=synthetic data.num_eval=0": "data.num_eval=0 must be greater than 0",
     "data=synthetic data.num_classes=1": "data.num_classes=1 must be 2 to 256",
     "optimizer=adamw optimizer.momentum=0": (

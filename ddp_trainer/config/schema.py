@@ -262,6 +262,11 @@ class Config:
             " on_nonfinite=stop",
         )
         require(
+            self.on_nonfinite is OnNonfinite.stop or not sync.is_asynchronous,
+            "on_nonfinite=skip needs ranks that leave out an update together, and with"
+            f" sync={sync.name} each goes on by itself: use on_nonfinite=stop, or sync=ddp",
+        )
+        require(
             self.ema.decay is None or sync.supports_ema,
             f"ema.decay={self.ema.decay} needs parameters that are equal on all ranks after each"
             f" step, and sync={sync.name} does not keep them equal: use sync=ddp, or"
@@ -347,6 +352,12 @@ class Config:
             self.shards is None or self.shards >= world_size,
             f"shards={self.shards} must be at least the number of ranks, {world_size}: each rank"
             " computes whole shards: start fewer ranks (shards cannot change within a run)",
+        )
+        require(
+            self.global_batch_size % world_size == 0 or not self.sync.is_asynchronous,
+            f"global_batch_size={self.global_batch_size} must be a multiple of the number of ranks,"
+            f" {world_size}, because with sync={self.sync.name} ranks exchange their shares: change"
+            " it, or use sync=ddp",
         )
         min_ranks = self.recovery.min_ranks
         require(

@@ -39,6 +39,8 @@ class SyncConfig:
     """Whether a rank has one replica, whose gradient check.every_steps can compute again."""
     shards_parameters: ClassVar[bool] = False
     """Whether a rank updates a part of each parameter, of which it does not have the norm."""
+    is_asynchronous: ClassVar[bool] = False
+    """Whether ranks do not take steps together, and exchange shares, which all have one size."""
     supports_recovery: ClassVar[bool] = False
     """Whether every rank has all parameters and all of the optimizer's state, and no other state
     that would be lost with a rank.
@@ -137,6 +139,24 @@ class ParameterServerConfig(SyncConfig):
 
 
 @config_class
+class AsyncParameterServerConfig(SyncConfig):
+    name: str = "async_parameter_server"
+    point_to_point: ClassVar[bool] = True
+    supports_fp16: ClassVar[bool] = False
+    supports_ema: ClassVar[bool] = False
+    supports_check: ClassVar[bool] = False
+    supports_compile: ClassVar[bool] = False
+    is_asynchronous: ClassVar[bool] = True
+    num_servers: ClassVar[int] = 1
+    max_staleness: int = setting(4, rule("0 to 64", lambda value: value in range(65)))
+    """Maximum number of updates between the parameters of a gradient and the update that uses it;
+    0: ranks wait for each other, as with sync=parameter_server, and the result is the same.
+    """
+    scale_by_staleness: bool = False
+    """Whether a gradient is divided by its staleness + 1."""
+
+
+@config_class
 class ShardedConfig(SyncConfig):
     """The base class of strategies with which a rank keeps parts of parameters."""
 
@@ -192,6 +212,11 @@ register_sync("ring", RingConfig, builder="ddp_trainer.sync.ring:RingSync")
 register_sync(
     "parameter_server",
     ParameterServerConfig,
+    builder="ddp_trainer.sync.parameter_server:ParameterServerSync",
+)
+register_sync(
+    "async_parameter_server",
+    AsyncParameterServerConfig,
     builder="ddp_trainer.sync.parameter_server:ParameterServerSync",
 )
 register_sync("fsdp", FSDPConfig, builder="ddp_trainer.sync.fsdp:FSDPSync")

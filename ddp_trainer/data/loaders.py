@@ -1,8 +1,9 @@
 """The loaders of a run: they yield this rank's batches, augmented and normalized on the device."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import tee
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class ResidentReader:
         self.labels = images.labels.to(device)
         self.device = device
         """The device to which the ids of samples are copied before `read`."""
+
+    ahead: ClassVar = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -74,32 +77,49 @@ class TrainLoader:
     num_classes: int
 
     def __iter__(self) -> Iterator[Batch]:
-        first_step = self.sampler.step
         ids, params = self.draw_epoch()
-        batches = self.reader.read(ids.to(self.reader.device), params.pop("crops", None))
+        return self.read(ids, params, range(len(ids)))
+
+    def read(
+        self, ids: Tensor, params: dict[str, Tensor], rows: Iterable[int], *, num_shares: int = 1
+    ) -> Iterator[Batch]:
+        """Yield the batches of the rows `rows` of `ids` and `params`, which `draw_epoch` returns.
+
+        rows: numbers, of which the reader takes some in advance. num_shares: rows per global batch.
+        """
+        first_step = self.sampler.step
+        read_rows, crop_rows, rows = tee(rows, 3)
+        reader_ids = ids.to(self.reader.device)
+        params = dict(params)
+        crops = params.pop("crops", None)
+        batches = self.reader.read(
+            (reader_ids[row] for row in read_rows),
+            None if crops is None else (crops[row] for row in crop_rows),
+        )
 
         # Ids and random parameters of the epoch are copied to the device at once, because a copy in
         # each step would make the host wait.
         own_ids = ids[:, : self.sampler.local_batch_size].to(self.device)
         params = {name: values.to(self.device) for name, values in params.items()}
-        for row, (pixels, labels) in enumerate(batches):
+        for (pixels, labels), row in zip(batches, rows, strict=False):
             images, labels = self.augment(
                 pixels.to(self.device, non_blocking=True),
                 labels.to(self.device, non_blocking=True),
                 {name: values[row] for name, values in params.items()},
-                step=first_step + row,
+                step=first_step + row // num_shares,
             )
             yield Batch(images, labels, own_ids[row])
 
-    def draw_epoch(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def draw_epoch(self, shares: Sequence[range] = ()) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the ids of this rank's samples and the parameters of `Augmentation.draw` for them.
 
         Both are on the CPU and have a row for each remaining batch of the epoch: [steps, B, …]. If
         images are mixed and there are several ranks, B then counts the samples to mix with too.
+        shares: see `GlobalBatchSampler.positions`.
         """
         sampler = self.sampler
         order = sampler.order()
-        positions = sampler.positions()
+        positions = sampler.positions(shares)
         if self.augmentation.is_mixing and sampler.num_replicas > 1:
             # [steps, 2 · B]: this rank's samples, then the samples to mix them with
             size = sampler.global_batch_size

@@ -48,6 +48,11 @@ class SampleReader:
     device: ClassVar = torch.device("cpu")
     """The device to which the ids of samples are copied before `read`."""
 
+    @property
+    def ahead(self) -> int:
+        """The number of batches that are read in advance."""
+        return BATCHES_AHEAD if self.num_workers else 0
+
     def __len__(self) -> int:
         return num_samples(self.dataset)
 
@@ -67,8 +72,7 @@ class SampleReader:
                 is not a class.
         """
         requests = zip(batches, repeat(None) if crops is None else crops, strict=False)
-        ahead = BATCHES_AHEAD if self.num_workers else 0
-        begun = read_ahead(self._begin, requests, num_threads=self.num_workers, ahead=ahead)
+        begun = read_ahead(self._begin, requests, num_threads=self.num_workers, ahead=self.ahead)
         with closing(begun):  # because a traceback would keep the generator and its threads alive
             for images, labels, parts in begun:
                 for part in parts:

@@ -1,6 +1,6 @@
 """The order of samples: global batches that do not depend on the world size."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,13 +73,16 @@ class GlobalBatchSampler(DistributedSampler[int]):
         steps = self.steps_per_epoch
         return self.order()[: steps * self.global_batch_size].view(steps, -1)
 
-    def positions(self) -> Tensor:
+    def positions(self, shares: Sequence[range] = ()) -> Tensor:
         """Return the positions in ``order()`` of this rank's samples: int64 [steps, B].
 
         Each row is for one global batch; the first row is for global batch `step`.
+        shares: positions in a global batch, in place of this rank's; each global batch then has one
+        row for each of them, [steps · shares, B].
         """
         starts = torch.arange(self.step, self.steps_per_epoch) * self.global_batch_size
-        return starts[:, None] + torch.tensor(self.share)
+        places = torch.tensor([list(share) for share in shares or (self.share,)])
+        return (starts[:, None, None] + places).flatten(0, 1)
 
     def __iter__(self) -> Iterator[int]:  # type: ignore[override]
         yield from self.order()[self.positions()].flatten().tolist()

@@ -75,17 +75,17 @@ class StepTimer:
                 steps[-1][len(OWN_WORK) + place] += idle
         return steps[-self.steps :] if self.steps else [[0.0] * 2 * len(OWN_WORK)]
 
-    def close_window(self, images_per_step: int) -> dict[str, float]:
+    def close_window(self, images: int) -> dict[str, float]:
         """Return the log values of the window by tag, and begin the next window.
 
-        images_per_step: the number of images of all ranks in a step. On a GPU, this call waits for
-        the device. The window must have at least one step.
+        images: the number of images that all ranks have trained on in the window. On a GPU, this
+        call waits for the device. The window must have at least one step.
         """
         spent = dict.fromkeys(TAGS, 0.0)
         for phase, seconds, _ in self._spans():
             spent[phase.tag] += seconds
         total = sum(spent.values())
-        self.rates.append(self.steps * images_per_step / total)
+        self.rates.append(images / total)
         values = {
             "throughput/images_per_second": self.rates[-1],
             "time/step_ms": 1e3 * total / self.steps,
@@ -135,6 +135,8 @@ class StepTimes(Observer):
         self.timer = timer
         self.utilization: dict[str, float] = {}
         """The utilization by name, if all ranks together trained one image per second."""
+        self.first_step = 0
+        """The number of steps before the window of the timer."""
 
     def on_start(self, run: TrainingRun) -> None:
         step = run.train_step
@@ -149,6 +151,7 @@ class StepTimes(Observer):
 
     def on_epoch(self, run: TrainingRun) -> None:
         self.timer.restart()  # evaluation and saving are not part of a step
+        self.first_step = run.step
 
     def on_phase(self, run: TrainingRun, phase: Phase) -> None:
         self.timer.enter(phase)
@@ -156,7 +159,9 @@ class StepTimes(Observer):
     def on_log(self, run: TrainingRun) -> None:
         if not self.timer.steps:  # ranks that are lost took them, and this rank repeats the log
             return
-        run.log(self.timer.close_window(run.config.global_batch_size))
+        images = (run.step - self.first_step) * run.config.global_batch_size
+        run.log(self.timer.close_window(images))
+        self.first_step = run.step
         rate = self.timer.rates[-1]
         run.log({"throughput/images_per_second_per_rank": rate / run.world.world_size})
         run.log({f"throughput/{name}": rate * value for name, value in self.utilization.items()})

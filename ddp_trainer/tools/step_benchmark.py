@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -57,13 +56,17 @@ class StepRun:
         self.timer.restart()
         end = self.step.count + count
         while self.step.count < end:
-            sampler.set_epoch(*divmod(self.step.count, sampler.steps_per_epoch))
-            batches = in_data_phase(self.loaders.train, self.timer.enter)
-            for batch in islice(batches, end - self.step.count):
+            epoch, done = divmod(self.step.count, sampler.steps_per_epoch)
+            sampler.set_epoch(epoch, done)
+            last = min(end, (epoch + 1) * sampler.steps_per_epoch)
+            batches = self.step.batches(
+                self.loaders.train, last_step=last, next_control=lambda step, last=last: last
+            )
+            for batch in in_data_phase(batches, self.timer.enter):
                 self.step(batch.images, batch.labels)
         self.timer.enter(Phase.gradient_sync)
         self.step.sync.synchronize(self.step.optimizer)
-        return self.timer.close_window(self.step.settings.global_batch_size)
+        return self.timer.close_window(count * self.step.settings.global_batch_size)
 
 
 def without_other_ranks(world: World) -> World:

@@ -88,6 +88,11 @@ class ControlPoint:
         self.last_step = step
         self.last_time = time.perf_counter()
 
+    def next_after(self, step: int) -> int:
+        """Return the first control point after `step`, unless an epoch or a launch ends earlier."""
+        every = (self.log_every_steps, self.save_every_steps or self.log_every_steps)
+        return max(step + 1, min(self.next_step, *(step - step % n + n for n in every)))
+
     def saved(self) -> None:
         """Record that a checkpoint was saved, so that `save_every_seconds` counts from now."""
         self.saved_at = time.perf_counter()

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from ddp_trainer.checkpoint.file import first_nonfinite
@@ -61,7 +60,7 @@ def take_steps(run: TrainingRun) -> None:
     for batch in train_batches(run):
         run.train_step(batch.images, batch.labels)
         run.stage = Stage.control_point
-        step_of_epoch = (run.step - 1) % run.steps_per_epoch
+        step_of_epoch = run.train_step.batch_number % run.steps_per_epoch
         run.progress.add_samples(batch.ids, step=step_of_epoch)
         run.emit("step")
         if control_point(run):  # all ranks decide together to log, save and stop
@@ -104,8 +103,10 @@ def begin_epoch(run: TrainingRun) -> None:
 
 def train_batches(run: TrainingRun) -> Iterator[Batch]:
     """Yield this rank's batches up to the end of the epoch or of the launch."""
-    remaining = run.last_step_of_epoch - run.step
-    for batch in in_data_phase(islice(run.loaders.train, remaining), run.enter):
+    batches = run.train_step.batches(
+        run.loaders.train, last_step=run.last_step_of_epoch, next_control=run.control.next_after
+    )
+    for batch in in_data_phase(batches, run.enter):
         run.recovery.check_group()
         run.batch = batch
         yield batch

@@ -64,24 +64,24 @@ class SampleDigest:
     def __init__(self, device: torch.device) -> None:
         self._vector = torch.zeros(2, dtype=torch.int64, device=device)
         self._ids: list[Tensor] = []
-        self._first_step = 0
+        self._steps: list[int] = []
 
     def add(self, ids: Tensor, *, step: int) -> None:
-        """Add the samples of step `step` of the epoch, which follows the step added before.
+        """Add the samples of step `step` of the epoch.
 
-        ids: int64 [B], indices in the data set, or [S, B] of S steps; the shape is always the same.
-        They must not change until `vector` is read, which hashes all new samples at once.
+        ids: int64 [B], indices in the data set, or [S, B] of S steps from `step` on; the shape is
+        always the same. They must not change until `vector` is read, which hashes all new samples
+        at once.
         """
-        if not self._ids:
-            self._first_step = step
         self._ids.append(ids)
+        self._steps += range(step, step + (len(ids) if ids.ndim == 2 else 1))
 
     @property
     def vector(self) -> Tensor:
         """int64 [2]: sum of the hashes (wrapping around), number of samples."""
         if self._ids:
             ids = torch.stack(self._ids).flatten(0, -2)
-            steps = self._first_step + torch.arange(len(ids), device=ids.device)
+            steps = torch.tensor(self._steps).to(ids.device, non_blocking=True)
             # A hash like splitmix64, but with fewer operations. Its factors are 0x9E3779B97F4A7C15
             # and 0xBF58476D1CE4E5B9, written as the int64 of the same bits.
             mixed = (ids + steps[:, None] * STEP_STRIDE) * -0x61C8864680B583EB
@@ -89,6 +89,7 @@ class SampleDigest:
             self._vector[0] += (mixed ^ (mixed >> 32)).sum()
             self._vector[1] += ids.numel()
             self._ids.clear()
+            self._steps.clear()
         return self._vector
 
     @staticmethod

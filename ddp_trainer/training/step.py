@@ -1,8 +1,9 @@
 """One optimizer step as an object, which the loop, the benchmark and the conformance tests use."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ddp_trainer.data.loaders import Batch
+from ddp_trainer.data.loaders import Batch, TrainLoader
 from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.distributed.world import World
 from ddp_trainer.models.weights import AveragedWeights
@@ -100,6 +101,11 @@ class TrainStep:
         """Whether an update is skipped if a gradient is not finite; with fp16, the scaler does."""
         return self.settings.skips_nonfinite or self.scaler.is_enabled()
 
+    @property
+    def batch_number(self) -> int:
+        """The number of the global batch, from 0 and over all epochs, of this rank's last step."""
+        return self.count - 1
+
     has_whole_sums = False
     """Whether `sums` has the sums over all ranks, on every rank."""
 
@@ -117,6 +123,15 @@ class TrainStep:
     def models(self) -> nn.ModuleList:
         """The model, then the model with averaged weights, if any; the last entry is evaluated."""
         return nn.ModuleList([self.model] if self.ema is None else [self.model, self.ema.module])
+
+    def batches(
+        self, loader: TrainLoader, *, last_step: int, next_control: Callable[[int], int]
+    ) -> Iterator[Batch]:
+        """Yield this rank's batches up to optimizer step `last_step`, from those of an epoch.
+
+        next_control: a function that returns the first control point after a step.
+        """
+        return islice(loader, last_step - self.count)
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Take one optimizer step; return this rank's part of the mean loss, []. Collective.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from ddp_trainer.__main__ import main
+from ddp_trainer.async_step import AsyncStep
 from ddp_trainer.checkpoint import store as checkpoint
 from ddp_trainer.distributed import process_group
 from ddp_trainer.training import loop
@@ -35,7 +36,7 @@ SIGNALS = {
     "frozen": signal.SIGSTOP,
 }
 LEAK: list[bytearray] = []
-take_step = TrainStep.__call__
+take_step = {kind: kind.__call__ for kind in (TrainStep, AsyncStep)}
 
 
 def faulty_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def faulty_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
                     bits[3] ^= 1 << 12
             case _:
                 happen()
-    return take_step(self, images, labels)
+    return take_step[type(self)](self, images, labels)
 
 
 def happen() -> None:
@@ -106,6 +107,7 @@ match WHERE:
     case "save":
         checkpoint.write_file = signalled(checkpoint.write_file)
     case _:
-        TrainStep.__call__ = faulty_step
+        for kind in take_step:
+            kind.__call__ = faulty_step
 wait_for_other_ranks()
 main()

@@ -14,6 +14,7 @@ from runs import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, train_on
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, read_state, write_file
 
+ASYNC = "sync=async_parameter_server"
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 
 
@@ -70,6 +71,17 @@ def test_a_killed_rank_ends_the_job_and_the_rest_is_resumed(fault: str, tmp_path
     train_on(2, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2")
 
 
+@pytest.mark.fault("SIGKILL of a rank")
+@pytest.mark.parametrize("rank", [0, 1], ids=["server", "worker"])
+def test_a_killed_rank_of_an_asynchronous_job_is_named(rank: int, tmp_path: Path) -> None:
+    """It is killed at the start of an epoch, because in between a rank may skip a step."""
+    done = launch_faulty(f"kill:{rank}:8", tmp_path, ASYNC, ranks=3)
+    assert done.code == 1
+    assert f"rank {rank} on" in (text := last_block(done.output))
+    assert "was lost (killed" in text
+    train_on(3, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", ASYNC)
+
+
 @pytest.mark.fault("SIGSTOP of a rank")
 @pytest.mark.parametrize(("fault", "seconds"), [("stop", 10), ("frozen", 2)])
 def test_a_rank_that_stops_answering_is_named(fault: str, seconds: int, tmp_path: Path) -> None:
@@ -80,12 +92,17 @@ def test_a_rank_that_stops_answering_is_named(fault: str, seconds: int, tmp_path
 
 
 @pytest.mark.fault("NaN in one rank")
-def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
-    done = launch_faulty("nan:1:5", tmp_path)
+@pytest.mark.parametrize(
+    ("words", "before", "saved"), [((), 5, 4), ((ASYNC,), 8, 8)], ids=["ddp", "async"]
+)
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(
+    words: tuple[str, ...], before: int, saved: int, tmp_path: Path
+) -> None:
+    done = launch_faulty(f"nan:1:{before}", tmp_path, *words)
     assert done.code == 1
-    assert "step 6 is not finite (lr " in done.output
+    assert f"step {before + 1} is not finite (lr " in done.output
     state = newest_checkpoint(tmp_path / "run")
-    assert state["step"] == 4
+    assert state["step"] == saved
     assert all(value.isfinite().all() for value in state["model"].values())
 
 

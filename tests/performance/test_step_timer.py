@@ -54,7 +54,7 @@ def test_phases_are_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
         timer.enter(Phase.optimizer)
         time.sleep(3 * NAP)
         timer.enter(Phase.between_steps)
-    tags = timer.close_window(images_per_step=100)
+    tags = timer.close_window(images=300)
     for name, count, places in (
         ("data_wait", 1, (0,)),
         ("forward_backward", 2, (1,)),
@@ -83,7 +83,7 @@ def test_communication_begins_with_the_last_gradient_of_the_last_backward(
         model(torch.ones(2, 3)).sum().backward()
         time.sleep(NAP)
     timer.enter(Phase.gradient_sync)
-    tags = timer.close_window(images_per_step=1)
+    tags = timer.close_window(images=1)
     assert tags["time/forward_backward_ms"] >= 1e3 * (passes - 1) * NAP
     assert 1e3 * NAP <= tags["time/communication_ms"] < 2e3 * NAP
 
@@ -93,7 +93,7 @@ def test_each_window_begins_anew_and_the_rate_is_the_median() -> None:
     assert timer.median_rate() is None
     for seconds in (0.0, 0.001, 0.05):
         assert list(in_data_phase(slow_batches(2, seconds), timer.enter)) == [0, 1]
-        tags = timer.close_window(images_per_step=10)
+        tags = timer.close_window(images=20)
         assert tags["time/step_ms"] >= 1e3 * seconds
         assert timer.steps == 0
     assert timer.median_rate() == sorted(timer.rates)[1]

@@ -19,6 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ddp_trainer.config.models import LeNetConfig
 from ddp_trainer.config.sync import (
     AllReduceConfig,
+    AsyncParameterServerConfig,
     Bucket,
     ChannelParallelConfig,
     DDPConfig,
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, Callable[[int], SyncConfig]] = {
     "ring": lambda ranks: RingConfig(),
     "parameter_server": lambda ranks: ParameterServerConfig(),
     "parameter_server on each rank": lambda ranks: ParameterServerConfig(num_servers=ranks),
+    "async_parameter_server": lambda ranks: AsyncParameterServerConfig(max_staleness=0),
     "fsdp": lambda ranks: FSDPConfig(),
     "channel_parallel": lambda ranks: ChannelParallelConfig(),
     "local_sgd": lambda ranks: LocalSGDConfig(every_steps=1),

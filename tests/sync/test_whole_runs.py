@@ -31,6 +31,7 @@ STRATEGIES = {
     "ring": ("sync=ring",),
     "parameter_server": ("sync=parameter_server",),
     "parameter_server-two": ("sync=parameter_server", "sync.num_servers=2"),
+    "async_parameter_server": ("sync=async_parameter_server", "sync.max_staleness=0"),
     "fsdp": ("sync=fsdp",),
     "channel_parallel": ("sync=channel_parallel",),
     "local_sgd": ("sync=local_sgd", "sync.every_steps=1"),
@@ -52,6 +53,8 @@ CASES = [
     "parameter_server-adamw",
     "parameter_server-two-clipped",
     "parameter_server-two-adamw",
+    "async_parameter_server-clipped",
+    "async_parameter_server-adamw",
     "fsdp-clipped",
     "fsdp-adamw",
     "channel_parallel-clipped",
@@ -117,6 +120,14 @@ def test_a_strategy_trains_on_three_ranks_as_on_one_and_as_ddp_does(
 def tensors_of(run_dir: Path, key: str) -> dict:
     state = newest_checkpoint(run_dir)[key]
     return state["state"] if key == "optimizer" else state
+
+
+@pytest.mark.parametrize("optimizer", ["clipped", "adamw"])
+def test_a_server_without_staleness_is_a_server_that_waits(
+    optimizer: str, trained: Callable[[int], Path]
+) -> None:
+    cases = [f"{name}-{optimizer}" for name in ("async_parameter_server", "parameter_server")]
+    assert_bitwise(*(trained_state(trained(3) / case) for case in cases))
 
 
 # --- resume ------------------------------------------------------------------------------------
