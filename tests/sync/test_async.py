@@ -16,18 +16,30 @@ from runs import (
     TINY,
     assert_bitwise,
     compose,
+    cross_entropies,
+    in_process_group,
     newest_checkpoint,
     read_summary,
     records,
+    step_settings,
     train_all,
 )
 from torch import Tensor, nn
 
 from ddp_trainer import registry
-from ddp_trainer.async_step import NO_SHARE, Gradient, Server, Share, first_shares
+from ddp_trainer.async_step import (
+    NO_SHARE,
+    AsyncStep,
+    Gradient,
+    Server,
+    Share,
+    first_shares,
+)
 from ddp_trainer.config.errors import ConfigError, config_class
 from ddp_trainer.config.models import LeNetConfig
+from ddp_trainer.config.sync import AsyncParameterServerConfig
 from ddp_trainer.models import build_model
+from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.training_run import run
 
 ASYNC = "sync=async_parameter_server"
@@ -82,7 +94,7 @@ def test_every_share_is_computed_once_and_no_gradient_is_too_old(
     steps = range(7, 47)
     job = Job(steps, ranks=4, ahead=ahead, max_staleness=max_staleness)
     speeds = (0.001, 0.002, 0.004, 0.03)
-    threads = [Thread(target=job.work, args=pair) for pair in enumerate(speeds)]
+    threads = [Thread(target=job.work, args=pair, daemon=True) for pair in enumerate(speeds)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -174,12 +186,13 @@ def test_images_are_read_in_advance_by_whichever_rank_gets_them(tmp_path: Path) 
     assert ddp == other
 
 
-def test_one_rank_alone_trains_as_without_a_server(tmp_path: Path) -> None:
+def test_one_rank_alone_trains_as_without_a_server_also_if_it_is_resumed(tmp_path: Path) -> None:
     common = (*TINY, *BATCHNORM, "max_grad_norm=0.5", f"output_dir={tmp_path}")
-    train_all(1, [(*common, "sync=none", "name=none"), (*common, ASYNC, "name=async")])
-    none, alone = (newest_checkpoint(tmp_path / name) for name in ("none", "async"))
+    alone = (*common, ASYNC, "name=async")
+    train_all(1, [(*common, "sync=none", "name=none"), (*alone, "max_steps=5"), alone])
+    none, other = (newest_checkpoint(tmp_path / name) for name in ("none", "async"))
     for key in ("model", "optimizer"):
-        assert_bitwise(none[key], alone[key])
+        assert_bitwise(none[key], other[key])
 
 
 def test_ranks_must_have_equal_shares(tmp_path: Path) -> None:
@@ -244,3 +257,24 @@ def test_frozen_and_unused_parameters_stay_as_they_are(tmp_path: Path) -> None:
     on_ranks(2, train_slowly, words, SlowConfig(has_unused=True))
     state = newest_checkpoint(tmp_path / "run")["model"]
     assert torch.equal(state["unused"], torch.ones(3))
+
+
+@pytest.mark.parametrize(("scale", "mean"), [(False, 3.0), (True, 1.5)])
+def test_a_gradient_is_divided_by_its_staleness_plus_one(scale: bool, mean: float) -> None:
+    with in_process_group() as world:
+        model = nn.Linear(1, 1, bias=False)
+        step = AsyncStep(
+            model,
+            GradientSync(None, world),
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            lambda number: 0.5 if number == 7 else 0.0,
+            loss=cross_entropies,
+            settings=step_settings(),
+            world=world,
+            config=AsyncParameterServerConfig(scale_by_staleness=scale),
+        )
+        before = model.weight.item()
+        used = torch.tensor([True])
+        step.update_parameters(7, [Gradient((7, 0), used, torch.tensor([3.0]))], [1])
+        assert before - model.weight.item() == pytest.approx(0.5 * mean)
+        assert step.staleness == {1: 1}
