@@ -356,8 +356,9 @@ class Config:
         require(
             self.global_batch_size % world_size == 0 or not self.sync.is_asynchronous,
             f"global_batch_size={self.global_batch_size} must be a multiple of the number of ranks,"
-            f" {world_size}, because with sync={self.sync.name} ranks exchange their shares: change"
-            " it, or use sync=ddp",
+            f" {world_size}, because with sync={self.sync.name} ranks exchange their shares: set"
+            f" global_batch_size={-(-self.global_batch_size // world_size) * world_size}, or use"
+            " sync=ddp",
         )
         min_ranks = self.recovery.min_ranks
         require(

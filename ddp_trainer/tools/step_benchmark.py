@@ -162,11 +162,11 @@ def variants(name: str, world: World) -> dict[str, SyncConfig]:
 def summarize(windows: list[Tags], base: list[Tags]) -> dict[str, Any]:
     """Return a row of the table: medians over `windows`, except the first, which is the warm-up.
 
-    The keys "relative…" have step times divided by those of `base` in the same round.
+    The keys "relative…" have times per image divided by those of `base` in the same round.
     """
     medians = median_tags(windows[1:])
     ratios = [
-        tags["time/step_ms"] / first["time/step_ms"]
+        first["throughput/images_per_second"] / tags["throughput/images_per_second"]
         for tags, first in zip(windows[1:], base[1:], strict=True)
     ]
     return {

@@ -36,7 +36,9 @@ SIGNALS = {
     "frozen": signal.SIGSTOP,
 }
 LEAK: list[bytearray] = []
-take_step = {kind: kind.__call__ for kind in (TrainStep, AsyncStep)}
+take_step: dict[type[TrainStep], Callable[..., Tensor]] = {
+    kind: kind.__call__ for kind in (TrainStep, AsyncStep)
+}
 
 
 def faulty_step(self: TrainStep, images: Tensor, labels: Tensor) -> Tensor:
