@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ddp_trainer.config.sync import AsyncParameterServerConfig
 from ddp_trainer.data.loaders import Batch, TrainLoader
-from ddp_trainer.distributed.seeding import derive_seed, seed_device
 from ddp_trainer.distributed.world import waiting
 from ddp_trainer.sync.base import flatten, unflatten
 from ddp_trainer.training.phase import Phase
@@ -228,9 +227,7 @@ class AsyncStep(TrainStep):
             self.to_train.append(self.to_read.popleft())
         self.share = self.to_train.popleft()
         number, rank = self.share
-        purpose = f"rank {rank}"
-        seed = derive_seed(self.settings.seed, step=number, purpose=purpose)
-        seed_device(self.world.device, seed)
+        self.seed(f"rank {rank}", step=number)
         self.replica.zero_grad(set_to_none=True)
         self.on_phase(Phase.forward)
         loss = self.accumulate(images, labels)
@@ -331,9 +328,7 @@ class AsyncStep(TrainStep):
         for parameter, part, used in zip(self.parameters, parts, is_used, strict=True):
             if used:
                 parameter.grad = torch.empty_like(parameter).copy_(part.view_as(parameter))
-        factor = self.lr_factor(version)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        self.set_lr(version)
         self.update(torch.zeros((), device=self.world.device), None)
 
 

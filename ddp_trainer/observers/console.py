@@ -150,6 +150,8 @@ class ProgressBar(Observer):
     def __init__(self) -> None:
         self.stack = ExitStack()
         self.close = self.stack.close
+        self.shown = 0
+        """The number of steps that the bar shows, over all epochs."""
 
     @staticmethod
     def is_wanted(world: World) -> bool:
@@ -159,11 +161,14 @@ class ProgressBar(Observer):
     def on_epoch(self, run: TrainingRun) -> None:
         text = f"epoch {run.epoch + 1}/{run.config.epochs}"
         done = run.step % run.steps_per_epoch
+        self.shown = run.step
         bar = show_progress(text, total=run.steps_per_epoch, done=done)
         self.advance = self.stack.enter_context(bar)
 
     def on_step(self, run: TrainingRun) -> None:
-        self.advance(1)
+        # not one: in asynchronous training, a rank takes more or fewer steps than there are updates
+        self.advance(run.step - self.shown)
+        self.shown = run.step
 
     def on_evaluation(self, run: TrainingRun) -> None:
         self.close()

@@ -22,13 +22,15 @@ class Profiler(Observer):
         self.profile: Any = None
         """The profiler, while it records."""
         self.first_step = 0
+        self.is_begun = False
+        """Whether the profiler has recorded, or does."""
 
     def on_start(self, run: TrainingRun) -> None:
         self.first_step = run.step + self.config.first_step
         self.begin_if_due(run)
 
     def on_step(self, run: TrainingRun) -> None:
-        if self.profile is not None and run.step == self.first_step + self.config.steps - 1:
+        if self.profile is not None and run.step >= self.first_step + self.config.steps - 1:
             self.write(run)
         self.begin_if_due(run)
 
@@ -39,7 +41,8 @@ class Profiler(Observer):
     def begin_if_due(self, run: TrainingRun) -> None:
         """Begin to record if the next step is the first one."""
         is_chosen = self.config.all_ranks or run.world.is_main
-        if is_chosen and run.step == self.first_step - 1:
+        if is_chosen and not self.is_begun and run.step >= self.first_step - 1:
+            self.is_begun = True
             activities = supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}
             self.profile = profile(activities=activities, record_shapes=True)
             self.profile.start()

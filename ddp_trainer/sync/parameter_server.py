@@ -5,6 +5,9 @@ network card of the server receives (W − 1)·m elements and then sends as many
 rank, this is a reduce-scatter and an all-gather. The strategy also shows that the ``push`` and
 ``pull`` of a key–value store hide which ranks communicate: the caller names no rank.
 
+Here ranks wait for each other. Those of `ddp_trainer.async_step` do not: it is the server of
+sync=async_parameter_server, unless sync.max_staleness is 0.
+
 Source: Dive into Deep Learning, "Parameter Servers"; Li et al., Scaling Distributed Machine
 Learning with the Parameter Server, 2014 (OSDI).
 """

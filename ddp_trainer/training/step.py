@@ -140,9 +140,7 @@ class TrainStep:
         [B, C, H, W]. labels: int64 [B], or with mixup and CutMix float32 [B, classes].
         """
         self.seed(f"rank {self.sync.random_stream}")
-        factor = self.lr_factor(self.count)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        self.set_lr(self.count)
         loss = self.compute(images, labels)
         self.count += 1
         return loss
@@ -173,9 +171,19 @@ class TrainStep:
         self.on_phase(Phase.between_steps)
         return loss
 
-    def seed(self, purpose: str) -> None:
-        """Seed torch's generators by step and purpose: a resumed run then has the same dropout."""
-        seed = derive_seed(self.settings.seed, step=self.count, purpose=purpose)
+    def set_lr(self, step: int) -> None:
+        """Set the learning rate of the update after `step` updates."""
+        factor = self.lr_factor(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def seed(self, purpose: str, *, step: int | None = None) -> None:
+        """Seed torch's generators by step and purpose: a resumed run then has the same dropout.
+
+        step: the number of the global batch; None: that of the next update.
+        """
+        number = self.count if step is None else step
+        seed = derive_seed(self.settings.seed, step=number, purpose=purpose)
         seed_device(self.world.device, seed)
 
     def accumulate(self, images: Tensor, labels: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Asynchronous training: who gets which share, how stale a gradient may be, and a slow rank."""
 
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from processes import on_ranks
+from processes import on_ranks, succeed
 from runs import (
     BATCHNORM,
     TINY,
@@ -38,11 +39,13 @@ from ddp_trainer.async_step import (
 from ddp_trainer.config.errors import ConfigError, config_class
 from ddp_trainer.config.models import LeNetConfig
 from ddp_trainer.config.sync import AsyncParameterServerConfig
+from ddp_trainer.distributed.seeding import derive_seed
 from ddp_trainer.models import build_model
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.training_run import run
 
 ASYNC = "sync=async_parameter_server"
+SLOW_RANK = Path(__file__).parents[2] / "benchmarks/slow_rank.py"
 
 
 def gradient(share: Share) -> Gradient:
@@ -140,14 +143,10 @@ def test_an_error_of_one_rank_ends_the_wait_of_the_others() -> None:
 
 def test_the_samples_of_an_epoch_are_those_of_ddp_also_of_a_resumed_one(tmp_path: Path) -> None:
     common = (*TINY, *BATCHNORM, "log_every_steps=3", f"output_dir={tmp_path}")
-    train_all(
-        3,
-        [
-            (*common, "name=ddp"),
-            (*common, ASYNC, "sync.scale_by_staleness=true", "name=async", "max_steps=5"),
-            (*common, ASYNC, "sync.scale_by_staleness=true", "name=async"),
-        ],
-    )
+    profiler = ("observer=[profiler]", "observer.profiler.first_step=4")  # a rank may skip a step
+    asynchronous = (*common, *profiler, ASYNC, "sync.scale_by_staleness=true", "name=async")
+    train_all(3, [(*common, "name=ddp"), (*asynchronous, "max_steps=5"), asynchronous])
+    assert (tmp_path / "async/profile/rank-0.json").exists()
     ddp, other = (
         [record["samples/digest"] for record in records(tmp_path / name, "samples/digest")]
         for name in ("ddp", "async")
@@ -202,61 +201,67 @@ def test_ranks_must_have_equal_shares(tmp_path: Path) -> None:
         config.check_world_size(2)
 
 
-# --- a slow rank --------------------------------------------------------------------------------
+# --- shares that another rank computes ----------------------------------------------------------
+
+SEEDS: list[int] = []
+"""The seed of torch at each forward pass of this process in training."""
 
 
 @config_class
-class SlowConfig(LeNetConfig):
-    name: str = "slow"
-    seconds: float = 0.0
-    has_unused: bool = False
+class UnevenConfig(LeNetConfig):
+    name: str = "uneven"
 
 
-class Slow(nn.Module):
-    """A LeNet whose forward pass takes some time in training, as on a device of its own."""
+class Uneven(nn.Module):
+    """A LeNet with a frozen and an unused parameter, which is slow on rank 1."""
 
-    def __init__(self, model: nn.Module, seconds: float, *, has_unused: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.seconds = seconds
-        if has_unused:
-            self.unused = nn.Parameter(torch.ones(3))
-            next(model.parameters()).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        next(model.parameters()).requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        end = time.perf_counter() + self.seconds
-        logits = self.model(images)
         if self.training:
-            time.sleep(max(0.0, end - time.perf_counter()))
-        return logits
+            SEEDS.append(torch.initial_seed())
+            time.sleep(0.02 * dist.get_rank())
+        return self.model(images)
 
 
-def build_slow(config: SlowConfig, *, image_shape: tuple[int, int, int], num_classes: int) -> Slow:
-    model = build_model(LeNetConfig(), image_shape=image_shape, num_classes=num_classes)
-    factor = 2 if dist.get_rank() == 2 else 1
-    return Slow(model, factor * config.seconds, has_unused=config.has_unused)
+def build_uneven(
+    config: UnevenConfig, *, image_shape: tuple[int, int, int], num_classes: int
+) -> Uneven:
+    return Uneven(build_model(LeNetConfig(), image_shape=image_shape, num_classes=num_classes))
 
 
-def train_slowly(words: tuple[str, ...], model: SlowConfig) -> None:
-    registry.register("model", "slow", SlowConfig, build_slow)
-    run(replace(compose(*words), model=model))
+def train_unevenly(words: tuple[str, ...]) -> list[int]:
+    registry.register("model", "uneven", UnevenConfig, build_uneven)
+    run(replace(compose(*words), model=UnevenConfig()))
+    return SEEDS
 
 
-def test_a_slow_rank_slows_nobody(tmp_path: Path) -> None:
-    common = (*TINY, f"output_dir={tmp_path}", "data.num_train=480", "epochs=2")
-    for name, sync in (("ddp", "sync=ddp"), ("async", ASYNC)):
-        words = (*common, "log_every_steps=1000", sync, f"name={name}")
-        on_ranks(3, train_slowly, words, SlowConfig(seconds=0.03))
-    rates = [read_summary(tmp_path / name)["images_per_second"] for name in ("ddp", "async")]
-    # 5/3 without the waits at control points; 1.5 to 1.6 if the machine has nothing else to do
-    assert rates[1] / rates[0] > 1.3
-
-
-def test_frozen_and_unused_parameters_stay_as_they_are(tmp_path: Path) -> None:
+def test_a_share_has_its_random_numbers_on_whichever_rank_and_unused_parameters_stay(
+    tmp_path: Path,
+) -> None:
     words = (*TINY, ASYNC, "optimizer.weight_decay=0.1", f"output_dir={tmp_path}", "name=run")
-    on_ranks(2, train_slowly, words, SlowConfig(has_unused=True))
+    seeds = on_ranks(2, train_unevenly, words)
+    expected = {
+        derive_seed(0, step=step, purpose=f"rank {rank}") for step in range(16) for rank in range(2)
+    }
+    found = [[seed for seed in own if seed in expected] for own in seeds]
+    assert sorted(found[0] + found[1]) == sorted(expected)
+    assert len(found[1]) < len(found[0])
     state = newest_checkpoint(tmp_path / "run")["model"]
     assert torch.equal(state["unused"], torch.ones(3))
+
+
+def test_a_slow_rank_slows_nobody() -> None:
+    rates = []
+    for sync in ("sync=ddp", ASYNC):
+        done = succeed(sync, "epochs=2", ranks=3, script=str(SLOW_RANK))
+        rates.append(float(re.findall(r": (\d+) images/s, accuracy 0", done.output)[0]))
+    # 5/3 without the waits at control points; 1.6 if the machine has nothing else to do
+    assert rates[1] / rates[0] > 1.3
 
 
 @pytest.mark.parametrize(("scale", "mean"), [(False, 3.0), (True, 1.5)])
