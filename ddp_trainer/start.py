@@ -21,7 +21,7 @@ from ddp_trainer.config.images import DataConfig
 from ddp_trainer.config.losses import LossConfig
 from ddp_trainer.config.plugins import plugin_versions
 from ddp_trainer.config.schema import Config, OnNonfinite, Precision
-from ddp_trainer.config.sync import AsyncParameterServerConfig, BatchNorm
+from ddp_trainer.config.sync import AsyncParameterServerConfig, BatchNorm, PipelineConfig
 from ddp_trainer.cuda_graphs import CapturedStep, capture_loader, uses_graphs
 from ddp_trainer.data.build import build_datasets, build_loaders, class_counts
 from ddp_trainer.data.dataset import Datasets, num_samples
@@ -135,6 +135,10 @@ class Setup:
         elif isinstance(config.sync, AsyncParameterServerConfig) and config.sync.max_staleness:
             sync = GradientSync(config.sync, self.world)  # the step itself sends gradients
             kind = partial(AsyncStep, config=config.sync)
+        elif isinstance(config.sync, PipelineConfig):
+            from ddp_trainer.pipeline_step import PipelineStep  # imports FSDP and the tracer
+
+            kind = partial(PipelineStep, image_shape=datasets.image_shape)
         elif uses_graphs(config, self.world):
             kind = CapturedStep
         return kind(

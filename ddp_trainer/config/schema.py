@@ -353,12 +353,16 @@ class Config:
             f"shards={self.shards} must be at least the number of ranks, {world_size}: each rank"
             " computes whole shards: start fewer ranks (shards cannot change within a run)",
         )
+        sync = self.sync
+        parts = self.gradient_accumulation_steps if sync.exchanges_microbatches else 1
+        unit = world_size * parts
+        is_exchanged = sync.is_asynchronous or sync.exchanges_microbatches
         require(
-            self.global_batch_size % world_size == 0 or not self.sync.is_asynchronous,
-            f"global_batch_size={self.global_batch_size} must be a multiple of the number of ranks,"
-            f" {world_size}, because with sync={self.sync.name} ranks exchange their shares: set"
-            f" global_batch_size={-(-self.global_batch_size // world_size) * world_size}, or use"
-            " sync=ddp",
+            self.global_batch_size % unit == 0 or not is_exchanged,
+            f"global_batch_size={self.global_batch_size} must be a multiple of {unit}, because with"
+            f" sync={sync.name} {world_size} ranks exchange "
+            f"{'shares' if parts == 1 else f'{parts} microbatches each'}, all of one size: set"
+            f" global_batch_size={-(-self.global_batch_size // unit) * unit}, or use sync=ddp",
         )
         min_ranks = self.recovery.min_ranks
         require(

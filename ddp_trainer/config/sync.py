@@ -17,6 +17,7 @@ DEVICES = rule(
 BatchNorm = StrEnum("BatchNorm", ["local", "sync"])
 CommHook = StrEnum("CommHook", ["none", "fp16", "bf16", "powersgd"])
 Bucket = StrEnum("Bucket", ["parameter", "flat"])
+Schedule = StrEnum("Schedule", ["gpipe", "1f1b"])
 
 
 @config_class
@@ -41,6 +42,8 @@ class SyncConfig:
     """Whether a rank updates a part of each parameter, of which it does not have the norm."""
     is_asynchronous: ClassVar[bool] = False
     """Whether ranks do not take steps together, and exchange shares, which all have one size."""
+    exchanges_microbatches: ClassVar[bool] = False
+    """Whether a rank passes the microbatches of others, which all have one size."""
     supports_recovery: ClassVar[bool] = False
     """Whether every rank has all parameters and all of the optimizer's state, and no other state
     that would be lost with a rank.
@@ -179,6 +182,28 @@ class ChannelParallelConfig(ShardedConfig):
 
 
 @config_class
+class PipelineConfig(ShardedConfig):
+    name: str = "pipeline"
+    averages_gradients: ClassVar[bool] = True
+    shards_parameters: ClassVar[bool] = False
+    exchanges_microbatches: ClassVar[bool] = True
+    num_stages: int = setting(2, NAMED | rule("at least 2", lambda value: value >= 2))
+    """Number of stages into which the model is cut; each pipeline has as many ranks."""
+    schedule: Schedule = Schedule["1f1b"]
+    """The order of a stage's passes; gpipe: all forward passes first; 1f1b: backward passes as soon
+    as they can be, so that a rank keeps the activations of fewer microbatches.
+    """
+
+    def check_world_size(self, world_size: int) -> None:
+        more = -(-world_size // self.num_stages) * self.num_stages
+        require(
+            world_size % self.num_stages == 0,
+            f"sync.num_stages={self.num_stages} needs a multiple of {self.num_stages} ranks, and"
+            f" there are {world_size}: start {more}, or use sync=ddp",
+        )
+
+
+@config_class
 class LocalSGDConfig(SyncConfig):
     name: str = "local_sgd"
     supports_fp16: ClassVar[bool] = False
@@ -225,6 +250,7 @@ register_sync(
     ChannelParallelConfig,
     builder="ddp_trainer.sync.channel_parallel:ChannelParallelSync",
 )
+register_sync("pipeline", PipelineConfig, builder="ddp_trainer.sync.pipeline:PipelineSync")
 register_sync("local_sgd", LocalSGDConfig, builder="ddp_trainer.sync.local_sgd:LocalSGDSync")
 register_sync("replicas", ReplicasConfig, builder="ddp_trainer.sync.replicas:ReplicasSync")
 register_sync(

@@ -32,12 +32,11 @@ def log_header(training: TrainingRun) -> None:
         if world.device.type == "cuda"
         else platform.processor()
     )
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
     split = datasets.eval_split
     logger.info(
         "%s (%s parameters) on %s: %d training, %d %s images",
         config.model.name,
-        f"{parameters:,}",
+        f"{training.train_step.num_parameters:,}",
         config.data.name,
         num_samples(datasets.train),
         num_samples(datasets.eval),

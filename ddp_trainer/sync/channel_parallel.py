@@ -30,7 +30,7 @@ from torch.autograd import Function
 from ddp_trainer.config.errors import require
 from ddp_trainer.distributed.world import World
 from ddp_trainer.sync.buffers import preserved_buffers
-from ddp_trainer.sync.sharded import ShardedSync, gather_parts
+from ddp_trainer.sync.sharded import ShardedSync, gather_parts, split_rows
 
 
 class ChannelParallelSync(ShardedSync):
@@ -61,15 +61,16 @@ class ChannelParallelSync(ShardedSync):
             dim = channel_dim(layer)
             if dim is None or is_tied:
                 continue
-            sizes = self.sizes(len(own_parameters["weight"]))
+            sizes = split_rows(len(own_parameters["weight"]), self.world.world_size)
             if not sizes[-1]:
                 continue
             if model is self.model:
                 self.layers[layer] = name
             for key, whole in own_parameters.items():
-                own = nn.Parameter(self.part(whole.detach()), requires_grad=whole.requires_grad)
-                setattr(layer, key, own)
-                self.rows[f"{name}.{key}".lstrip(".")] = len(whole)
+                path = f"{name}.{key}".lstrip(".")
+                self.rows[path] = len(whole)
+                part = self.part(path, whole.detach())
+                setattr(layer, key, nn.Parameter(part, requires_grad=whole.requires_grad))
             layer.register_forward_pre_hook(self.spread)
             layer.register_forward_hook(partial(self.collect, sizes, dim))
         return dict(model.named_parameters())
@@ -86,18 +87,12 @@ class ChannelParallelSync(ShardedSync):
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
-        parameters = {n: p for n, p in model.named_parameters() if n in self.rows}
-        parts = {name: parameter.data for name, parameter in parameters.items()}
-        for name, parameter in parameters.items():
-            parameter.data = self.gather(name, parameter)
-        self.is_whole = bool(parts)
+        self.is_whole = True
         try:
-            yield
+            with super().whole(model):
+                yield
         finally:
             self.is_whole = False
-            for name, parameter in parameters.items():
-                parameter.data = parts[name]
-            torch.clear_autocast_cache()  # it has whole weights in bf16
 
 
 def channel_dim(layer: nn.Module) -> int | None:

@@ -1,6 +1,7 @@
 """`ShardedSync`, the base class of strategies with which a rank keeps only parts of parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ class ShardedSync(GradientSync):
         super().__init__(config, world)
         self.rows: dict[str, int] = {}
         """The number of rows of each sharded parameter, over all ranks, by the parameter's name."""
+        self.shard_world = world
+        """The ranks that have the parts of a parameter."""
 
     def shard(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Shard parameters of `model`, and fill `rows`; return what the optimizer updates, by name.
@@ -72,7 +75,7 @@ class ShardedSync(GradientSync):
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 (parts if name in self.rows else others).append(parameter.grad)
-        square = self.world.all_reduce(nn.utils.get_total_norm(parts).square())
+        square = self.shard_world.all_reduce(nn.utils.get_total_norm(parts).square())
         return (square + nn.utils.get_total_norm(others).square()).sqrt()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -99,7 +102,7 @@ class ShardedSync(GradientSync):
     def split_state(self, model: nn.Module, state: dict[str, Any], *_: Any) -> None:
         """Replace the whole tensors in a state dict of a model by this rank's parts."""
         for name in self.rows.keys() & state.keys():
-            state[name] = self.to_own(self.part(state[name]), model.get_parameter(name))
+            state[name] = self.to_own(self.part(name, state[name]), model.get_parameter(name))
 
     def kept_tensors(self, model: nn.Module) -> list[Tensor]:
         return [local_part(tensor) for tensor in (*model.parameters(), *model.buffers())]
@@ -108,11 +111,13 @@ class ShardedSync(GradientSync):
         """Return this rank's parts of the moments of a parameter, and its step count as it is."""
         if name not in self.rows:
             return values
-        return {key: self.part(value) if value.ndim else value for key, value in values.items()}
+        return {
+            key: self.part(name, value) if value.ndim else value for key, value in values.items()
+        }
 
-    def part(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's part of a tensor; it may be empty."""
-        own = whole.split(self.sizes(len(whole)))[self.world.rank]
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's part of a parameter, or of a moment; it may be empty."""
+        own = whole.split(self.sizes(name))[self.shard_world.rank]
         return own.to(self.world.device, copy=True, memory_format=torch.contiguous_format)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
@@ -121,13 +126,30 @@ class ShardedSync(GradientSync):
         Collective: every rank must call this.
         """
         is_whole = name not in self.rows or not part.ndim
-        return part if is_whole else gather_parts(part, self.sizes(self.rows[name]), self.world)
+        return part if is_whole else gather_parts(part, self.sizes(name), self.shard_world)
 
-    def sizes(self, rows: int) -> list[int]:
-        """Return the number of rows of each rank."""
-        world_size = self.world.world_size
-        most = -(-rows // world_size)
-        return [min(most, max(0, rows - rank * most)) for rank in range(world_size)]
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        parameters = {n: p for n, p in model.named_parameters() if n in self.rows}
+        parts = {name: parameter.data for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.data = self.gather(name, parameter)
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = parts[name]
+            torch.clear_autocast_cache()  # it has whole weights in bf16
+
+    def sizes(self, name: str) -> list[int]:
+        """Return the number of rows of each rank's part of a parameter."""
+        return split_rows(self.rows[name], self.shard_world.world_size)
+
+
+def split_rows(rows: int, world_size: int) -> list[int]:
+    """Return the number of rows of each rank, as ``torch.chunk`` splits them; some may be 0."""
+    most = -(-rows // world_size)
+    return [min(most, max(0, rows - rank * most)) for rank in range(world_size)]
 
 
 def gather_parts(part: Tensor, sizes: Sequence[int], world: World, *, dim: int = 0) -> Tensor:

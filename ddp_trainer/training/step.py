@@ -80,6 +80,8 @@ class TrainStep:
         self.hooks: list[StepHook] = []
         decay = settings.ema_decay
         self.ema = None if decay is None else AveragedWeights(model, decay)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        """The number of elements of all parameters; a rank may keep fewer."""
         self.replica = sync.wrap(model)
         sync.attach(optimizer, self.ema and self.ema.module)
         if self.ema is not None:
