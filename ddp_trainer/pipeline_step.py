@@ -25,7 +25,7 @@ class PipelineStep(TrainStep):
     def __init__(
         self,
         model: nn.Module,
-        sync: PipelineSync,
+        sync: Any,
         *arguments: Any,
         image_shape: tuple[int, ...],
         **options: Any,
@@ -55,6 +55,7 @@ class PipelineStep(TrainStep):
         """
         if self.schedule is None:
             self.schedule, _ = self.prepare(self.split(images, labels)[0][0])
+        self.on_phase(Phase.gradient_sync)
         last = self.sync.config.num_stages - 1
         inputs = self.sync.gather_at(0, images)
         targets = self.sync.gather_at(last, labels)
@@ -80,6 +81,7 @@ class PipelineStep(TrainStep):
         set_waiting(False)
         yield
         set_waiting(True)
+        self.on_phase(Phase.gradient_sync)
 
     @torch.no_grad()
     def prepare(self, images: Tensor) -> tuple[PipelineScheduleSingle, Tensor]:
@@ -131,6 +133,8 @@ class StageModule(nn.Module):
         )
 
     def forward(self, values: Tensor) -> Tensor:
+        if not any(parameter.requires_grad for parameter in self.part.parameters()):
+            values.requires_grad_()  # torch's schedule runs a backward pass of each stage
         with self.step.autocast():
             result = self.part(values.clone(memory_format=self.memory_format))
         return result.contiguous()  # type: ignore[no-any-return]

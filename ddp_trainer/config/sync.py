@@ -189,7 +189,7 @@ class PipelineConfig(ShardedConfig):
     exchanges_microbatches: ClassVar[bool] = True
     num_stages: int = setting(2, NAMED | rule("at least 2", lambda value: value >= 2))
     """Number of stages into which the model is cut; each pipeline has as many ranks."""
-    schedule: Schedule = Schedule["1f1b"]
+    schedule: Schedule = setting(Schedule["1f1b"], NAMED)
     """The order of a stage's passes; gpipe: all forward passes first; 1f1b: backward passes as soon
     as they can be, so that a rank keeps the activations of fewer microbatches.
     """
@@ -198,8 +198,8 @@ class PipelineConfig(ShardedConfig):
         more = -(-world_size // self.num_stages) * self.num_stages
         require(
             world_size % self.num_stages == 0,
-            f"sync.num_stages={self.num_stages} needs a multiple of {self.num_stages} ranks, and"
-            f" there are {world_size}: start {more}, or use sync=ddp",
+            f"sync.num_stages={self.num_stages} needs a multiple of {self.num_stages} ranks, not"
+            f" {world_size}: start {more} ranks, or use sync=ddp",
         )
 
 

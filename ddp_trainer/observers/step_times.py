@@ -36,8 +36,8 @@ class StepTimer:
         self.rates: list[float] = []
         """Images per second of each window so far, over all ranks."""
         # Backward goes from a model's end to its beginning, so that the gradient of the first
-        # parameter is ready last. Frozen parameters have no gradient.
-        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        # parameter is ready last. Frozen parameters, and those of other ranks, have no gradient.
+        trained = (p for p in model.parameters() if p.requires_grad and p.numel())
         first = next(trained, None)
         if first is not None:
             first.register_post_accumulate_grad_hook(self._gradients_ready)

@@ -94,8 +94,12 @@ class PipelineSync(ShardedSync):
         return whole.flatten(0, 1)
 
     def before_step(self) -> None:
-        gradients = self.gradients()
-        if gradients and self.replicas.world_size > 1:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:  # so that all ranks have moments of the same parameters
+                parameter.grad = torch.zeros_like(parameter)
+        if trained and self.replicas.world_size > 1:
+            gradients = self.gradients()
             total = self.replicas.all_reduce(flatten(gradients))
             unflatten(total / self.replicas.world_size, gradients)
 

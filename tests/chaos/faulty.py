@@ -22,6 +22,7 @@ from ddp_trainer.__main__ import main
 from ddp_trainer.async_step import AsyncStep
 from ddp_trainer.checkpoint import store as checkpoint
 from ddp_trainer.distributed import process_group
+from ddp_trainer.pipeline_step import PipelineStep
 from ddp_trainer.training import loop
 from ddp_trainer.training.step import TrainStep
 
@@ -37,7 +38,7 @@ SIGNALS = {
 }
 LEAK: list[bytearray] = []
 take_step: dict[type[TrainStep], Callable[..., Tensor]] = {
-    kind: kind.__call__ for kind in (TrainStep, AsyncStep)
+    kind: kind.__call__ for kind in (TrainStep, AsyncStep, PipelineStep)
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import Finished, clean_environment, launch, succeed, torchrun, wait_for
-from runs import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, train_on
+from runs import BATCHNORM, TINY, assert_bitwise, newest_checkpoint, train_on, trained_state
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, read_state, write_file
 
@@ -82,10 +82,28 @@ def test_a_killed_rank_of_an_asynchronous_job_is_named(rank: int, tmp_path: Path
     train_on(3, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", ASYNC)
 
 
+@pytest.mark.fault("SIGKILL of a rank")
+def test_a_killed_stage_is_named_and_the_pipeline_is_resumed(tmp_path: Path) -> None:
+    words = ("sync=pipeline", "sync.num_stages=3")
+    done = launch_faulty("kill:1:5", tmp_path, *words, ranks=3)
+    assert done.code == 1
+    assert "rank 1 on" in (text := last_block(done.output))
+    assert "was lost (killed" in text
+    train_on(3, *TINY, f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=2", *words)
+    train_on(3, *TINY, f"output_dir={tmp_path}", "name=whole", *words)
+    assert_bitwise(trained_state(tmp_path / "run"), trained_state(tmp_path / "whole"))
+
+
 @pytest.mark.fault("SIGSTOP of a rank")
-@pytest.mark.parametrize(("fault", "seconds"), [("stop", 10), ("frozen", 2)])
-def test_a_rank_that_stops_answering_is_named(fault: str, seconds: int, tmp_path: Path) -> None:
-    done = launch_faulty(f"{fault}:1:5", tmp_path, f"timeout_seconds={seconds}")
+@pytest.mark.parametrize(
+    ("fault", "seconds", "words"),
+    [("stop", 10, ()), ("frozen", 2, ()), ("stop", 10, ("sync=pipeline",))],
+    ids=["stop", "frozen", "stop-pipeline"],
+)
+def test_a_rank_that_stops_answering_is_named(
+    fault: str, seconds: int, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = launch_faulty(f"{fault}:1:5", tmp_path, f"timeout_seconds={seconds}", *words)
     assert done.code == 1, done.output
     assert "rank 1 on" in (text := last_block(done.output))
     assert "has not answered for" in text
@@ -93,7 +111,9 @@ def test_a_rank_that_stops_answering_is_named(fault: str, seconds: int, tmp_path
 
 @pytest.mark.fault("NaN in one rank")
 @pytest.mark.parametrize(
-    ("words", "before", "saved"), [((), 5, 4), ((ASYNC,), 8, 8)], ids=["ddp", "async"]
+    ("words", "before", "saved"),
+    [((), 5, 4), ((ASYNC,), 8, 8), (("sync=pipeline",), 5, 4)],
+    ids=["ddp", "async", "pipeline"],
 )
 def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint(
     words: tuple[str, ...], before: int, saved: int, tmp_path: Path

@@ -158,7 +158,7 @@ def test_a_model_that_cannot_be_sharded_is_refused(
         assert error.endswith("use sync=ddp")
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [*SHARDED, "pipeline"])
 def test_a_resumed_run_in_bf16_has_the_bits_of_an_uninterrupted_one(
     name: str, tmp_path: Path
 ) -> None:

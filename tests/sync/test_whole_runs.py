@@ -34,6 +34,7 @@ STRATEGIES = {
     "async_parameter_server": ("sync=async_parameter_server", "sync.max_staleness=0"),
     "fsdp": ("sync=fsdp",),
     "channel_parallel": ("sync=channel_parallel",),
+    "pipeline": ("sync=pipeline", "sync.num_stages=3"),
     "local_sgd": ("sync=local_sgd", "sync.every_steps=1"),
 }
 OPTIMIZERS = {
@@ -59,6 +60,8 @@ CASES = [
     "fsdp-adamw",
     "channel_parallel-clipped",
     "channel_parallel-adamw",
+    "pipeline-clipped",
+    "pipeline-adamw",
     "local_sgd-sgd",
 ]
 """Of local SGD with clipping or Adam, the mean of the updates is not the update of the mean."""
@@ -73,8 +76,9 @@ RUN = (
 
 def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
     sync, optimizer = case.rsplit("-", 1)
+    words = ("sync=none",) if ranks == 1 and sync == "pipeline" else STRATEGIES[sync]
     small = ("data.num_train=60", "data.num_eval=5")  # five steps an epoch
-    overrides = (*RUN, *small, *STRATEGIES[sync], *OPTIMIZERS[optimizer], f"name={case}")
+    overrides = (*RUN, *small, *words, *OPTIMIZERS[optimizer], f"name={case}")
     return tuple(
         "sync.num_servers=1" if ranks == 1 and word == "sync.num_servers=2" else word
         for word in overrides
@@ -171,6 +175,20 @@ def test_a_run_is_continued_without_sharding_and_on_other_ranks_with_it(
     common = (*overrides_of("ddp-adamw", ranks=2), f"output_dir={tmp_path}", "name=parts")
     train_all(2, [(*common, "max_steps=6")])
     train_all(4, [(*common, "sync=fsdp")])
+    for key in ("model", "optimizer"):
+        torch.testing.assert_close(
+            tensors_of(tmp_path / "whole", key), tensors_of(tmp_path / "parts", key)
+        )
+
+
+def test_a_run_goes_through_pipelines_of_other_lengths_and_through_ddp(
+    trained: Callable[[int], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(trained(3) / "ddp-adamw", tmp_path / "whole")
+    cut_back(trained(3) / "pipeline-adamw", 3, to=tmp_path / "parts")
+    common = (*overrides_of("ddp-adamw", ranks=2), f"output_dir={tmp_path}", "name=parts")
+    train_all(4, [(*common, "max_steps=6", "sync=pipeline", "sync.schedule=gpipe")])
+    train_all(2, [common])
     for key in ("model", "optimizer"):
         torch.testing.assert_close(
             tensors_of(tmp_path / "whole", key), tensors_of(tmp_path / "parts", key)
@@ -361,6 +379,19 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
         ("sync=fsdp shards=2", 2, "shards=2 has its own way to sum gradients"),
         ("sync=fsdp check.every_steps=9", 2, "check.every_steps=9 needs a replica"),
         ("sync=fsdp recovery.min_ranks=1", 2, "recovery.min_ranks=1 needs ranks with the same"),
+        ("sync=pipeline", 3, "sync.num_stages=2 needs a multiple of 2 ranks, not 3: start 4 ranks"),
+        ("sync=pipeline sync.num_stages=1", 2, "sync.num_stages=1 must be at least 2"),
+        (
+            "sync=pipeline global_batch_size=12 gradient_accumulation_steps=4",
+            4,
+            "global_batch_size=12 must be a multiple of 16, because with sync=pipeline 4 ranks"
+            " exchange 4 microbatches each, all of one size: set global_batch_size=16, or use",
+        ),
+        ("sync=pipeline precision=fp16", 2, "precision=fp16 needs all gradients"),
+        ("sync=pipeline compile=true", 2, "sync=pipeline cannot run a compiled model"),
+        ("sync=pipeline shards=2", 2, "shards=2 has its own way to sum gradients"),
+        ("sync=pipeline check.every_steps=9", 2, "check.every_steps=9 needs a replica"),
+        ("sync=pipeline recovery.min_ranks=2", 2, "recovery.min_ranks=2 needs ranks with the same"),
         ("sync=channel_parallel optimizer=lars", 2, "optimizer=lars needs whole parameters"),
         ("sync=channel_parallel precision=fp16", 2, "precision=fp16 needs all gradients"),
         ("sync=ddp sync.powersgd_warmup_steps=1", 2, "must be at least 2"),
