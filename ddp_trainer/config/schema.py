@@ -354,6 +354,7 @@ class Config:
             " computes whole shards: start fewer ranks (shards cannot change within a run)",
         )
         sync = self.sync
+        sync.check_world_size(world_size)
         parts = self.gradient_accumulation_steps if sync.exchanges_microbatches else 1
         unit = world_size * parts
         is_exchanged = sync.is_asynchronous or sync.exchanges_microbatches
@@ -376,4 +377,3 @@ class Config:
             f" {share} samples of a rank: lower it, or raise"
             f" global_batch_size={self.global_batch_size}",
         )
-        self.sync.check_world_size(world_size)

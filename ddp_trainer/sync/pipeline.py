@@ -78,6 +78,11 @@ class PipelineSync(ShardedSync):
         owner = self.owners[name]
         return [self.rows[name] * (stage == owner) for stage in range(self.config.num_stages)]
 
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a copy of `whole` in its memory layout, or nothing of it."""
+        own = whole if self.owners[name] == self.pipeline.rank else whole[:0]
+        return own.to(self.world.device, copy=True)
+
     def gather_at(self, stage: int, tensor: Tensor) -> Tensor | None:
         """Return on rank `stage` the tensors of all ranks of the pipeline, one after another.
 
