@@ -1,4 +1,4 @@
-"""Measure the strategies between two hosts, over links of several speeds, and compare with the
+"""Measure the strategies between hosts, over links of several speeds, and compare with the
 prediction of plan.
 
     sudo .venv/bin/python benchmarks/over_links.py --model resnet18 --batch 64 --links
@@ -28,8 +28,8 @@ from cluster.namespaces import NEEDS, Hosts, can_make_hosts  # noqa: E402  # the
 DEADLINE_SECONDS = 1500
 
 
-def torchrun_on_both(hosts: Hosts, folder: Path, words: list[str]) -> None:
-    """Run a command on both hosts under torchrun."""
+def torchrun_on_all(hosts: Hosts, ranks: int, folder: Path, words: list[str]) -> None:
+    """Run a command under torchrun, with one rank on each host."""
     log = folder / "log"
     nodes = [
         hosts.start(
@@ -38,7 +38,7 @@ def torchrun_on_both(hosts: Hosts, folder: Path, words: list[str]) -> None:
                 sys.executable,
                 "-m",
                 "torch.distributed.run",
-                "--nnodes=2",
+                f"--nnodes={ranks}",
                 f"--node-rank={rank}",
                 "--nproc-per-node=1",
                 f"--master-addr={hosts.address(0)}",
@@ -49,7 +49,7 @@ def torchrun_on_both(hosts: Hosts, folder: Path, words: list[str]) -> None:
             log,
             OMP_NUM_THREADS="1",
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     deadline = time.monotonic() + DEADLINE_SECONDS
     codes = [node.wait(max(1, deadline - time.monotonic())) for node in nodes]
@@ -64,7 +64,7 @@ def measure(
     strategy.
     """
     rate = None if link == "unshaped" else link
-    with tempfile.TemporaryDirectory() as name, Hosts(2, rate=rate) as hosts:
+    with tempfile.TemporaryDirectory() as name, Hosts(arguments.ranks, rate=rate) as hosts:
         folder = Path(name)
         overrides = [
             f"model={arguments.model}",
@@ -75,13 +75,15 @@ def measure(
             "name=run",
             "timeout_seconds=600",
         ]
-        torchrun_on_both(hosts, folder, ["-m", "ddp_trainer", "plan", "ranks=2", *overrides])
+        words = ["-m", "ddp_trainer", "plan", f"ranks={arguments.ranks}", *overrides]
+        torchrun_on_all(hosts, arguments.ranks, folder, words)
         options = [
             f"rounds={arguments.rounds}",
             f"steps={arguments.steps}",
             f"strategies={arguments.strategies}",
         ]
-        torchrun_on_both(hosts, folder, ["-m", "ddp_trainer", "benchmark", *options, *overrides])
+        words = ["-m", "ddp_trainer", "benchmark", *options, *overrides]
+        torchrun_on_all(hosts, arguments.ranks, folder, words)
         planned = json.loads((folder / "plan-run" / "plan.json").read_text())["predictions"]
         rows = json.loads((folder / "benchmark-run" / "benchmark.json").read_text())["rows"]
     return rows, {prediction["strategy"]: 1e3 * prediction["step"] for prediction in planned}
@@ -92,7 +94,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="resnet18")
-    parser.add_argument("--batch", type=int, default=64, help="global, over both hosts")
+    parser.add_argument("--ranks", type=int, default=2, help="one on each host")
+    parser.add_argument("--batch", type=int, default=64, help="global, over all hosts")
     parser.add_argument("--links", default="200mbit,1gbit,unshaped")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
@@ -101,7 +104,8 @@ def main() -> None:
     if not can_make_hosts():
         sys.exit(NEEDS)
     print(
-        f"{arguments.model}, {arguments.batch // 2} images per rank,"
+        f"{arguments.model}, {arguments.ranks} hosts, {arguments.batch // arguments.ranks} images"
+        " per rank,"
         f" {platform.processor() or platform.machine()}, torch {torch.__version__}\n"
     )
     print(

@@ -1,4 +1,4 @@
-"""Predict the step time of ddp, allreduce, ring and parameter_server for any number of ranks:
+"""Predict the step time of most choices of sync for any number of ranks:
 
     torchrun --nproc_per_node=2 -m ddp_trainer plan model=resnet18 data=fashion_mnist
     python -m ddp_trainer plan bandwidth_mbit=1000 latency_us=100 model=resnet18
@@ -20,8 +20,17 @@ from rich.table import Table
 
 from ddp_trainer.commands.command_line import run_command
 from ddp_trainer.commands.results import print_numbers, write_results
-from ddp_trainer.config.errors import NOT_NEGATIVE, POSITIVE, config_class, require, rule, setting
+from ddp_trainer.config.errors import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    config_class,
+    require,
+    rule,
+    setting,
+)
 from ddp_trainer.config.schema import Config
+from ddp_trainer.config.sync import SyncConfig
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 from ddp_trainer.tools.costs import (
@@ -99,7 +108,7 @@ def plan(config: Config, run_dir: Path, options: PlanOptions) -> None:
 
 
 def predict(compute: Compute, network: Network, world_size: int) -> list[dict[str, Any]]:
-    """Return the row of `world_size`: for each strategy, a dict with the predictions.
+    """Return the row of `world_size`: for each strategy that can run on it, the predictions.
 
     "step" is the step time in seconds. "efficiency" is the step time of a single rank divided by
     "step".
@@ -108,11 +117,21 @@ def predict(compute: Compute, network: Network, world_size: int) -> list[dict[st
     steps = {
         name: alone + exposed_seconds(config, compute, network, world_size)
         for name, config in PREDICTED.items()
+        if can_run(config, world_size)
     }
     return [
         {"strategy": name, "world_size": world_size, "step": step, "efficiency": alone / step}
         for name, step in steps.items()
     ]
+
+
+def can_run(config: SyncConfig, world_size: int) -> bool:
+    """Return whether a strategy can run on `world_size` ranks."""
+    try:
+        config.check_world_size(world_size)
+    except ConfigError:
+        return False
+    return True
 
 
 def print_plan(
@@ -133,10 +152,14 @@ def print_plan(
     )
     for row in rows:
         count = row[0]["world_size"]
+        steps = {
+            entry["strategy"]: f"{entry['step'] * 1e3:,.1f} {entry['efficiency']:5.0%}"
+            for entry in row
+        }
         table.add_row(
             f"{count:,}",
             f"{network.all_reduce(compute.gradient_bytes, count) * 1e3:,.1f}",
             f"{smallest_hiding_batch(compute, network, count):,}",
-            *(f"{entry['step'] * 1e3:,.1f} {entry['efficiency']:5.0%}" for entry in row),
+            *(steps.get(name, "–") for name in PREDICTED),
         )
     print_numbers(table)

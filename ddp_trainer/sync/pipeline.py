@@ -53,7 +53,7 @@ class PipelineSync(ShardedSync):
         self.shard_world = self.pipeline
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        self.stages, self.owners = cut(
+        self.stages, self.owners, _ = cut(
             model, self.image_shape, num_stages=self.config.num_stages, device=self.world.device
         )
         return super().wrap(model)
@@ -128,6 +128,17 @@ def split_world(world: World, parts: list[Sequence[int]]) -> World:
     return replace(world, rank=ranks.index(world.rank), world_size=len(ranks), group=group)
 
 
+class Cut(NamedTuple):
+    """A model that is cut into stages."""
+
+    stages: list[fx.GraphModule]
+    """Modules that run one after another, with the parameters of the model themselves."""
+    owners: dict[str, int]
+    """The stage of each parameter and buffer, by name."""
+    flops: list[float]
+    """The floating-point operations of the forward pass of each stage, for two images."""
+
+
 class Segment(NamedTuple):
     """Operations between two places where a model can be cut."""
 
@@ -153,8 +164,8 @@ class Profile(fx.Interpreter):
 
 def cut(
     model: nn.Module, image_shape: tuple[int, ...], *, num_stages: int, device: torch.device
-) -> tuple[list[fx.GraphModule], dict[str, int]]:
-    """Return the stages of `model`, and the stage of each parameter and buffer, by name.
+) -> Cut:
+    """Cut `model` into stages with about as much work. image_shape: (channels, height, width).
 
     Raises:
         ConfigError: the model cannot be cut, or not into so many stages.
@@ -178,11 +189,13 @@ def cut(
         f" cut at {len(segments) - 1} places only: lower it, or use sync=ddp",
     )
     stages: list[fx.GraphModule] = []
+    flops: list[float] = []
     owners: dict[int, int] = {}
     first = 0
     for stage, end in enumerate(balanced([part.flops for part in segments], num_stages)):
         parts = segments[first:end]
         first = end
+        flops.append(sum(part.flops for part in parts))
         stages.append(stage_of(model, [node for part in parts for node in part.nodes]))
         for part in parts:
             owners |= dict.fromkeys(part.tensors, stage)
@@ -190,7 +203,7 @@ def cut(
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    return stages, {name: owners.get(id(tensor), 0) for name, tensor in named}
+    return Cut(stages, {name: owners.get(id(tensor), 0) for name, tensor in named}, flops)
 
 
 def segments_of(traced: fx.GraphModule, profile: Profile) -> list[Segment]:

@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 from ddp_trainer.config.sync import (
     AllReduceConfig,
+    AsyncParameterServerConfig,
     Bucket,
+    ChannelParallelConfig,
     CommHook,
     DDPConfig,
     FSDPConfig,
     ParameterServerConfig,
+    PipelineConfig,
     RingConfig,
     SyncConfig,
 )
@@ -28,7 +31,10 @@ VARIANTS: dict[str, SyncConfig] = {
     "allreduce, parameter": AllReduceConfig(bucket=Bucket.parameter),
     "ring": RingConfig(),
     "parameter_server, 1": ParameterServerConfig(),
+    "async_parameter_server": AsyncParameterServerConfig(),
     "fsdp": FSDPConfig(),
+    "channel_parallel": ChannelParallelConfig(),
+    "pipeline, 2": PipelineConfig(),
 }
 """The configs of the strategies, by their names in the tables of benchmark and plan."""
 PREDICTED = {name: config for name, config in VARIANTS.items() if name != "ddp, powersgd"}
@@ -40,15 +46,37 @@ Backward has two matrix products for each matrix product of forward.
 """
 
 
+class Activations(NamedTuple):
+    """The bytes of float32 per image that `channel_parallel` and a pipeline of two stages send.
+
+    A model that cannot be cut has one stage.
+    """
+
+    image_bytes: int
+    channel_bytes: int
+    """The outputs of the layers whose channels are split, and twice their inputs."""
+    num_layers: int
+    """The number of these layers."""
+    cut_bytes: int = 0
+    """The output of the first stage."""
+    largest_share: float = 1.0
+    """The share of the stage with more work in the work of both."""
+    stage_gradient_bytes: int = 0
+    """The gradients of the stage with more of them: of a step, not of an image."""
+
+
 class Compute(NamedTuple):
     """The measured seconds of a step of one rank with `batch` images and no communication."""
 
     batch: int
+    num_passes: int
+    """The number of microbatches, ``gradient_accumulation_steps``."""
     forward_backward: float
     other: float
     """The rest of a step: data, optimizer, Python."""
     gradient_bytes: int
     num_gradients: int
+    activations: Activations
 
 
 class Network(NamedTuple):
@@ -77,6 +105,14 @@ def exposed_seconds(
             return network.all_reduce(size, world_size) + latencies
         case ParameterServerConfig():  # the server receives the gradients of all other ranks
             return 2 * (network.latency + (world_size - 1) * size / network.bandwidth)
+        case AsyncParameterServerConfig():
+            alone = 2 * (network.latency + size / network.bandwidth)
+            link_of_server = (world_size - 1) * size / network.bandwidth
+            return max(alone, link_of_server - compute.forward_backward - compute.other)
+        case ChannelParallelConfig():
+            return exposed_by_channels(compute, network, world_size)
+        case PipelineConfig():
+            return exposed_by_pipeline(compute, network, world_size)
         case FSDPConfig():  # two all-gathers and a reduce-scatter, each half of an all-reduce
             return 1.5 * network.all_reduce(size, world_size)
         case _:
@@ -95,6 +131,35 @@ def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_
     transfer = network.all_reduce(sent / num_buckets, world_size)
     interval = compute.forward_backward * BACKWARD_SHARE / num_buckets
     return transfer + (num_buckets - 1) * max(0.0, transfer - interval)
+
+
+def exposed_by_channels(compute: Compute, network: Network, world_size: int) -> float:
+    """Return the seconds of the exchanges of channels and of their gradients, for all images."""
+    sent = compute.batch * (world_size - 1) * compute.activations.channel_bytes
+    messages = 3 * (world_size - 1) * compute.activations.num_layers * compute.num_passes
+    return sent / network.bandwidth + messages * network.latency
+
+
+def exposed_by_pipeline(compute: Compute, network: Network, world_size: int) -> float:
+    """Return the seconds that a pipeline of two stages adds.
+
+    These are the seconds in which a stage waits for the other, of the images of one rank, of the
+    activations at the cut, and of the all-reduce of the stage with more parameters. The schedule
+    1F1B waits for activations and gradients after each pass.
+    """
+    activations = compute.activations
+    num_microbatches = 2 * compute.num_passes
+    one_pass = compute.forward_backward / compute.num_passes * activations.largest_share
+    images = compute.batch * activations.image_bytes
+    cut = compute.batch / compute.num_passes * activations.cut_bytes
+    num_messages = 2 * num_microbatches + 1
+    return (
+        (num_microbatches + 1) * one_pass
+        - compute.forward_backward
+        + (images + 2 * num_microbatches * cut) / network.bandwidth
+        + num_messages * network.latency
+        + network.all_reduce(activations.stage_gradient_bytes, world_size // 2)
+    )
 
 
 def smallest_hiding_batch(compute: Compute, network: Network, world_size: int) -> int:

@@ -23,6 +23,7 @@ from ddp_trainer.distributed.world import World
 from ddp_trainer.observers.step_times import StepTimer
 from ddp_trainer.start import Setup
 from ddp_trainer.timing import median_seconds
+from ddp_trainer.tools.activations import measure_activations
 from ddp_trainer.tools.costs import VARIANTS, Compute, Network
 from ddp_trainer.training.loop import in_data_phase
 from ddp_trainer.training.phase import TAGS, Phase
@@ -219,10 +220,12 @@ def measure_compute(setup: Setup, *, steps: int) -> Compute:
     sizes = [4 * p.numel() for p in run.step.model.parameters() if p.requires_grad]
     return Compute(
         batch=batch,
+        num_passes=config.gradient_accumulation_steps,
         forward_backward=seconds,
         other=tags["time/step_ms"] / 1e3 - seconds,
         gradient_bytes=sum(sizes),
         num_gradients=len(sizes),
+        activations=measure_activations(run.step.model, setup.datasets.image_shape),
     )
 
 

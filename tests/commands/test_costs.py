@@ -5,6 +5,7 @@ import pytest
 from ddp_trainer.config.sync import CommHook, DDPConfig
 from ddp_trainer.tools.costs import (
     PREDICTED,
+    Activations,
     Compute,
     Network,
     exposed_by_ddp,
@@ -15,7 +16,23 @@ from ddp_trainer.tools.costs import (
 MB = 2**20
 SIZE = 8 * MB
 NETWORK = Network(latency=1e-4, bandwidth=125e6)
-COMPUTE = Compute(batch=100, forward_backward=0.9, other=0.1, gradient_bytes=SIZE, num_gradients=3)
+ACTIVATIONS = Activations(
+    image_bytes=3072,
+    channel_bytes=40_000,
+    num_layers=3,
+    cut_bytes=8000,
+    largest_share=0.6,
+    stage_gradient_bytes=SIZE // 2,
+)
+COMPUTE = Compute(
+    batch=100,
+    num_passes=2,
+    forward_backward=0.9,
+    other=0.1,
+    gradient_bytes=SIZE,
+    num_gradients=3,
+    activations=ACTIVATIONS,
+)
 
 
 @pytest.mark.parametrize("strategy", PREDICTED)

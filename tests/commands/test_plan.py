@@ -24,10 +24,17 @@ def test_two_ranks_plan_for_more(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "plan-run/plan.json").read_text())
     predictions = {(p["strategy"], p["world_size"]): p for p in plan["predictions"]}
     assert predictions.keys() == {
-        (strategy, ranks) for strategy in PREDICTED for ranks in (1, 2, 4096)
+        (strategy, ranks)
+        for strategy in PREDICTED
+        for ranks in (1, 2, 4096)
+        if (strategy, ranks) != ("pipeline, 2", 1)
     }
     for strategy in PREDICTED:
-        efficiencies = [predictions[strategy, ranks]["efficiency"] for ranks in (1, 2, 4096)]
+        efficiencies = [
+            predictions[strategy, ranks]["efficiency"]
+            for ranks in (1, 2, 4096)
+            if (strategy, ranks) in predictions
+        ]
         assert efficiencies == sorted(efficiencies, reverse=True)
     assert plan["network"]["latency"] > 0
     assert plan["compute"]["forward_backward"] > 0

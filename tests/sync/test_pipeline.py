@@ -5,7 +5,7 @@ the same microbatches.
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from torchvision.models import VisionTransformer, mobilenet_v3_small, resnet18
 
 from ddp_trainer.config.errors import ConfigError
 from ddp_trainer.config.sync import PipelineConfig, Schedule
-from ddp_trainer.distributed.world import is_waiting
+from ddp_trainer.distributed.world import World, is_waiting
 from ddp_trainer.pipeline_step import PipelineStep
 from ddp_trainer.sync.base import GradientSync
 from ddp_trainer.sync.pipeline import PipelineSync, balanced, cut
@@ -146,7 +146,7 @@ def train(
     for place, one in enumerate(step.models):
         state |= {f"{place} {name}": value for name, value in one.state_dict().items()}
     with sync.whole(model), torch.no_grad():
-        state["logits running"] = model.eval()(images)
+        state["logits running"] = model.eval()(torch.ones(2, *SHAPE))
     return {key: value.detach().numpy().copy() for key, value in state.items()}
 
 
@@ -176,7 +176,7 @@ def test_stages_train_as_one_process_with_the_same_microbatches(ranks: int) -> N
 class Watching(nn.Module):
     """A model that records whether its rank counts as waiting while a layer computes."""
 
-    seen: list[bool] = []
+    seen: ClassVar[list[bool]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,20 +189,26 @@ class Watching(nn.Module):
         return self.layers(images)
 
 
+def primed(model: nn.Module, world: World) -> PipelineStep:
+    """Return a step of a pipeline of two ranks, after the first passes."""
+    step = PipelineStep(
+        model,
+        PipelineSync(PipelineConfig(), world),
+        SGD(model.parameters()),
+        lambda step: 1.0,
+        loss=cross_entropies,
+        settings=step_settings(global_batch_size=8, gradient_accumulation_steps=2),
+        world=world,
+        image_shape=SHAPE,
+    )
+    step.prime_ddp(torch.ones(2, *SHAPE))
+    return step
+
+
 def watch() -> tuple[list[bool], list[Phase]]:
     phases: list[Phase] = []
     with in_process_group() as world:
-        step = PipelineStep(
-            model := Watching(),
-            PipelineSync(PipelineConfig(), world),
-            SGD(model.parameters()),
-            lambda step: 1.0,
-            loss=cross_entropies,
-            settings=step_settings(global_batch_size=8, gradient_accumulation_steps=2),
-            world=world,
-            image_shape=SHAPE,
-        )
-        step.prime_ddp(torch.zeros(2, *SHAPE))
+        step = primed(Watching(), world)
         Watching.seen.clear()
         step.on_phase = phases.append
         step(torch.randn(4, *SHAPE), torch.arange(4))
@@ -238,7 +244,7 @@ def test_stages_together_are_the_model_and_have_about_the_same_work(
     name: str, num_stages: int
 ) -> None:
     model = MODELS[name]()
-    stages, owners = cut(model, (3, 32, 32), num_stages=num_stages, device=CPU)
+    stages, owners, flops = cut(model, (3, 32, 32), num_stages=num_stages, device=CPU)
     images = values = torch.randn(2, 3, 32, 32)
     for stage in stages:
         values = stage(values)
@@ -251,7 +257,7 @@ def test_stages_together_are_the_model_and_have_about_the_same_work(
         used = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         assert used == own
         assert own
-    flops = [flops_of(stage, images, stages[:place]) for place, stage in enumerate(stages)]
+    assert flops == [flops_of(stage, images, stages[:k]) for k, stage in enumerate(stages)]
     assert max(flops) < 1.5 * sum(flops) / num_stages, flops
 
 
@@ -326,17 +332,7 @@ class Skipping(Branching):
 
 def error_of(kind: type[nn.Module]) -> str:
     with in_process_group() as world, pytest.raises(ConfigError) as caught:
-        step = PipelineStep(
-            model := kind(),
-            PipelineSync(PipelineConfig(), world),
-            SGD(model.parameters()),
-            lambda step: 1.0,
-            loss=cross_entropies,
-            settings=step_settings(global_batch_size=4),
-            world=world,
-            image_shape=SHAPE,
-        )
-        step.prime_ddp(torch.ones(2, *SHAPE))
+        primed(kind(), world)
     return str(caught.value)
 
 
