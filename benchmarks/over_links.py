@@ -89,6 +89,33 @@ def measure(
     return rows, {prediction["strategy"]: 1e3 * prediction["step"] for prediction in planned}
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the time per image of each strategy, relative to ddp: a panel for each link."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row["ranks"], row["link"]) for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in reversed(rows)))
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+        own = {row["name"]: row for row in rows if (row["ranks"], row["link"]) == panel}
+        values = [own[name]["relative"] if name in own else 0 for name in names]
+        ranges = [
+            [value - own[name]["relative_min"] if name in own else 0 for name, value in pairs]
+            if is_low
+            else [own[name]["relative_max"] - value if name in own else 0 for name, value in pairs]
+            for is_low in (True, False)
+            for pairs in [list(zip(names, values, strict=True))]
+        ]
+        bars = axes.barh(names, values, xerr=ranges, color="#4477aa", capsize=2)
+        axes.bar_label(bars, fmt=lambda value: f"{value:.2f}" if value else "–", padding=4)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_title(f"{panel[0]} ranks, {panel[1]}", fontsize=10)
+        axes.margins(x=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("time per image ÷ that of ddp (median and range of the rounds)", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,7 +127,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--strategies", default="ddp,allreduce,ring,parameter_server")
+    parser.add_argument("--results", type=Path, help="a file to which the rows are added, as JSON")
+    parser.add_argument("--draw", type=Path, help="draw --results as this PNG; measure nothing")
     arguments = parser.parse_args()
+    if arguments.draw:
+        draw(list(map(json.loads, arguments.results.read_text().splitlines())), arguments.draw)
+        return
     if not can_make_hosts():
         sys.exit(NEEDS)
     print(
@@ -123,6 +155,10 @@ def main() -> None:
                 else f"| {predicted:,.0f} | {predicted / row['step_ms'] - 1:+.0%} |"
             )
             print(f"| {link} | {row['name']} | {row['step_ms']:,.0f} | {ratio} {cells}", flush=True)
+            if arguments.results:
+                place = {"ranks": arguments.ranks, "link": link, "predicted_ms": predicted}
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps(place | row) + "\n")
 
 
 if __name__ == "__main__":
