@@ -128,16 +128,14 @@ class StageModule(nn.Module):
         super().__init__()
         self.step = step
         self.part = part
-        self.memory_format = (
-            torch.contiguous_format if example.is_contiguous() else torch.channels_last
-        )
+        is_channels_last = example.ndim == 4 and not example.is_contiguous()
+        self.memory_format = torch.channels_last if is_channels_last else torch.contiguous_format
 
     def forward(self, values: Tensor) -> Tensor:
-        if not any(parameter.requires_grad for parameter in self.part.parameters()):
-            values.requires_grad_()  # torch's schedule runs a backward pass of each stage
         with self.step.autocast():
-            result = self.part(values.clone(memory_format=self.memory_format))
-        return result.contiguous()  # type: ignore[no-any-return]
+            result = self.part(values.clone(memory_format=self.memory_format)).contiguous()
+        # torch's schedule runs a backward pass of each stage, also of a frozen one
+        return result if result.requires_grad else result.requires_grad_()
 
 
 class Stage(PipelineStage):

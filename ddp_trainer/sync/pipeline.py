@@ -110,15 +110,12 @@ class PipelineSync(ShardedSync):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Send the buffers of each stage to all ranks of the pipeline."""
+        named = list(self.model.named_buffers())
         for stage in range(self.config.num_stages):
-            for dtype in (True, False):
-                buffers = [
-                    buffer
-                    for name, buffer in self.model.named_buffers()
-                    if self.owners[name] == stage and buffer.is_floating_point() == dtype
-                ]
-                if buffers:
-                    unflatten(self.pipeline.broadcast(flatten(buffers), source=stage), buffers)
+            buffers = [buffer for name, buffer in named if self.owners[name] == stage]
+            if buffers:
+                values = flatten([buffer.double() for buffer in buffers])
+                unflatten(self.pipeline.broadcast(values, source=stage), buffers)
 
 
 def split_world(world: World, parts: list[Sequence[int]]) -> World:

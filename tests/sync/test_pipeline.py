@@ -71,10 +71,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-CASES = {2: [(2, 1), (2, 3)], 3: [(3, 2)], 4: [(4, 1), (2, 2)]}
-"""The numbers of stages and of microbatches of a rank, by the number of ranks."""
-Case = tuple[str, int, int, str]
-"""A schedule, the number of stages, that of microbatches of a rank, and an optimizer."""
+CASES = {2: [(2, 1, 0), (2, 3, 2)], 3: [(3, 2, 1)], 4: [(4, 1, 0), (2, 2, 0)]}
+"""The numbers of stages, of microbatches of a rank, and of frozen blocks, by the number of ranks;
+two frozen blocks are a whole stage.
+"""
+Case = tuple[str, int, int, int, str]
+"""A schedule, a member of `CASES`, and an optimizer."""
 
 
 def take_all(cases: list[Case]) -> list[State]:
@@ -87,13 +89,14 @@ def take_all(cases: list[Case]) -> list[State]:
                 functools.partial(PipelineStep, image_shape=SHAPE),
                 optimizer_name,
                 parts=parts,
+                frozen=frozen,
                 rows=torch.arange(GLOBAL_BATCH_SIZE)[world.rank :: world.world_size],
             )
-            for schedule, num_stages, parts, optimizer_name in cases
+            for schedule, num_stages, parts, frozen, optimizer_name in cases
         ]
 
 
-def train_alone(ranks: int, parts: int, optimizer_name: str) -> State:
+def train_alone(ranks: int, parts: int, frozen: int, optimizer_name: str) -> State:
     """Train in one process, whose microbatches are those of so many ranks."""
     rows = torch.arange(GLOBAL_BATCH_SIZE)
     return train(
@@ -101,6 +104,7 @@ def train_alone(ranks: int, parts: int, optimizer_name: str) -> State:
         TrainStep,
         optimizer_name,
         parts=ranks * parts,
+        frozen=frozen,
         rows=torch.cat([rows[rank::ranks] for rank in range(ranks)]),
     )
 
@@ -111,11 +115,13 @@ def train(
     optimizer_name: str,
     *,
     parts: int,
+    frozen: int,
     rows: Tensor,
 ) -> State:
     """Return the whole state of model, averages and optimizer, after steps on `rows` of batches."""
     torch.manual_seed(0)
     model = Odd().to(memory_format=torch.channels_last)
+    model.blocks[:frozen].requires_grad_(False)
     optimizer = OPTIMIZERS[optimizer_name](model)
     settings = step_settings(
         global_batch_size=GLOBAL_BATCH_SIZE,
@@ -155,8 +161,8 @@ def test_stages_train_as_one_process_with_the_same_microbatches(ranks: int) -> N
     cases = [(*case, name) for case in CASES[ranks] for name in OPTIMIZERS]
     both: list[Case] = [(kind, *case) for case in cases for kind in ("gpipe", "1f1b")]
     answers: list[list[State]] = on_ranks(ranks, take_all, both)
-    for place, (num_stages, parts, name) in enumerate(cases):
-        expected = train_alone(ranks, parts, name)
+    for place, (num_stages, parts, frozen, name) in enumerate(cases):
+        expected = train_alone(ranks, parts, frozen, name)
         for rank in range(ranks):
             one, other = answers[rank][2 * place : 2 * place + 2]
             of_pipeline = answers[rank - rank % num_stages][2 * place]
