@@ -30,7 +30,7 @@ from ddp_trainer.config.errors import (
     setting,
 )
 from ddp_trainer.config.schema import Config
-from ddp_trainer.config.sync import SyncConfig
+from ddp_trainer.config.sync import PipelineConfig, SyncConfig
 from ddp_trainer.distributed.environment import read_environment
 from ddp_trainer.runtime import disable_gc
 from ddp_trainer.tools.costs import (
@@ -117,7 +117,7 @@ def predict(compute: Compute, network: Network, world_size: int) -> list[dict[st
     steps = {
         name: alone + exposed_seconds(config, compute, network, world_size)
         for name, config in PREDICTED.items()
-        if can_run(config, world_size)
+        if can_run(config, compute, world_size)
     }
     return [
         {"strategy": name, "world_size": world_size, "step": step, "efficiency": alone / step}
@@ -125,13 +125,13 @@ def predict(compute: Compute, network: Network, world_size: int) -> list[dict[st
     ]
 
 
-def can_run(config: SyncConfig, world_size: int) -> bool:
-    """Return whether a strategy can run on `world_size` ranks."""
+def can_run(config: SyncConfig, compute: Compute, world_size: int) -> bool:
+    """Return whether a strategy can run this model on `world_size` ranks."""
     try:
         config.check_world_size(world_size)
     except ConfigError:
         return False
-    return True
+    return not isinstance(config, PipelineConfig) or compute.activations.largest_share < 1
 
 
 def print_plan(

@@ -47,7 +47,7 @@ Backward has two matrix products for each matrix product of forward.
 
 
 class Activations(NamedTuple):
-    """The bytes of float32 per image that `channel_parallel` and a pipeline of two stages send.
+    """The bytes per image that `channel_parallel` and a pipeline of two stages send.
 
     A model that cannot be cut has one stage.
     """
@@ -106,9 +106,7 @@ def exposed_seconds(
         case ParameterServerConfig():  # the server receives the gradients of all other ranks
             return 2 * (network.latency + (world_size - 1) * size / network.bandwidth)
         case AsyncParameterServerConfig():
-            alone = 2 * (network.latency + size / network.bandwidth)
-            link_of_server = (world_size - 1) * size / network.bandwidth
-            return max(alone, link_of_server - compute.forward_backward - compute.other)
+            return exposed_by_server(compute, network, world_size)
         case ChannelParallelConfig():
             return exposed_by_channels(compute, network, world_size)
         case PipelineConfig():
@@ -131,6 +129,18 @@ def exposed_by_ddp(config: DDPConfig, compute: Compute, network: Network, world_
     transfer = network.all_reduce(sent / num_buckets, world_size)
     interval = compute.forward_backward * BACKWARD_SHARE / num_buckets
     return transfer + (num_buckets - 1) * max(0.0, transfer - interval)
+
+
+def exposed_by_server(compute: Compute, network: Network, world_size: int) -> float:
+    """Return the seconds that asynchronous updates add to a global batch, W shares.
+
+    The server trains without communication. Another rank waits for each exchange, and the server's
+    link carries those of all.
+    """
+    own = compute.forward_backward + compute.other
+    transfer = compute.gradient_bytes / network.bandwidth
+    by_others = (world_size - 1) / (own + 2 * (network.latency + transfer))
+    return world_size / (1 / own + min(by_others, 1 / transfer)) - own
 
 
 def exposed_by_channels(compute: Compute, network: Network, world_size: int) -> float:

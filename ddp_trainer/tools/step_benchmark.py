@@ -225,7 +225,7 @@ def measure_compute(setup: Setup, *, steps: int) -> Compute:
         other=tags["time/step_ms"] / 1e3 - seconds,
         gradient_bytes=sum(sizes),
         num_gradients=len(sizes),
-        activations=measure_activations(run.step.model, setup.datasets.image_shape),
+        activations=measure_activations(run.step, setup.datasets.image_shape),
     )
 
 
