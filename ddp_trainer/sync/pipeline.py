@@ -5,8 +5,8 @@ a stage as data parallelism does. In a pipeline, the first stage gets the images
 and the last one their labels. Microbatches go through the stages one after another: a stage works
 on one while the next stage works on the one before. This strategy shows what that costs. With m
 microbatches, a stage has nothing to do for (S − 1)/(m + S − 1) of the time, and all wait for the
-slowest stage. A rank sends a values for each image of its pipeline to the next stage, if the output
-of its stage has a values, and gets as many gradients back; the number of parameters does not matter.
+slowest stage. For each image of its pipeline, a rank sends the output of its stage to the next one,
+and gets as many gradients back; the number of parameters does not matter.
 
 A microbatch has the images that a rank passes at once with sync=ddp, so that BatchNorm normalizes
 the same ones: S·gradient_accumulation_steps microbatches are a step of a pipeline.
