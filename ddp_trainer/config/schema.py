@@ -353,17 +353,13 @@ class Config:
             f"shards={self.shards} must be at least the number of ranks, {world_size}: each rank"
             " computes whole shards: start fewer ranks (shards cannot change within a run)",
         )
-        sync = self.sync
-        sync.check_world_size(world_size)
-        parts = self.gradient_accumulation_steps if sync.exchanges_microbatches else 1
-        unit = world_size * parts
-        is_exchanged = sync.is_asynchronous or sync.exchanges_microbatches
+        self.sync.check_world_size(world_size)
+        unit = self.sync.batch_unit(world_size, self.gradient_accumulation_steps)
         require(
-            self.global_batch_size % unit == 0 or not is_exchanged,
+            self.global_batch_size % unit == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of {unit}, because with"
-            f" sync={sync.name} {world_size} ranks exchange "
-            f"{'shares' if parts == 1 else f'{parts} microbatches each'}, all of one size: set"
-            f" global_batch_size={-(-self.global_batch_size // unit) * unit}, or use sync=ddp",
+            f" sync={self.sync.name} ranks pass shares or microbatches of others, all of one size:"
+            f" set global_batch_size={-(-self.global_batch_size // unit) * unit}, or use sync=ddp",
         )
         min_ranks = self.recovery.min_ranks
         require(

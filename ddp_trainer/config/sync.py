@@ -41,9 +41,7 @@ class SyncConfig:
     shards_parameters: ClassVar[bool] = False
     """Whether a rank updates a part of each parameter, of which it does not have the norm."""
     is_asynchronous: ClassVar[bool] = False
-    """Whether ranks do not take steps together, and exchange shares, which all have one size."""
-    exchanges_microbatches: ClassVar[bool] = False
-    """Whether a rank passes the microbatches of others, which all have one size."""
+    """Whether ranks do not take steps together."""
     supports_recovery: ClassVar[bool] = False
     """Whether every rank has all parameters and all of the optimizer's state, and no other state
     that would be lost with a rank.
@@ -58,6 +56,13 @@ class SyncConfig:
             f"sync={self.name} runs in one process only, and there are {world_size} ranks: use"
             f" sync=ddp, or start one process, python -m ddp_trainer sync={self.name}",
         )
+
+    def batch_unit(self, world_size: int, microbatches: int) -> int:
+        """Return a number of which the global batch size must be a multiple.
+
+        microbatches: how many a rank has in a step.
+        """
+        return 1
 
 
 @config_class
@@ -158,6 +163,9 @@ class AsyncParameterServerConfig(SyncConfig):
     scale_by_staleness: bool = False
     """Whether a gradient is divided by its staleness + 1."""
 
+    def batch_unit(self, world_size: int, microbatches: int) -> int:
+        return world_size  # because a rank may take the share of another
+
 
 @config_class
 class ShardedConfig(SyncConfig):
@@ -186,7 +194,6 @@ class PipelineConfig(ShardedConfig):
     name: str = "pipeline"
     averages_gradients: ClassVar[bool] = True
     shards_parameters: ClassVar[bool] = False
-    exchanges_microbatches: ClassVar[bool] = True
     num_stages: int = setting(2, NAMED | rule("at least 2", lambda value: value >= 2))
     """Number of stages into which the model is cut; each pipeline has as many ranks."""
     schedule: Schedule = setting(Schedule["1f1b"], NAMED)
@@ -201,6 +208,9 @@ class PipelineConfig(ShardedConfig):
             f"sync.num_stages={self.num_stages} needs a multiple of {self.num_stages} ranks, not"
             f" {world_size}: start {more} ranks, or use sync=ddp",
         )
+
+    def batch_unit(self, world_size: int, microbatches: int) -> int:
+        return world_size * microbatches  # because all pass the same stages
 
 
 @config_class

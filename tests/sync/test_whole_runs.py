@@ -384,8 +384,8 @@ def test_powersgd_orders_its_messages_alike_on_all_ranks(tmp_path: Path) -> None
         (
             "sync=pipeline global_batch_size=12 gradient_accumulation_steps=4",
             4,
-            "global_batch_size=12 must be a multiple of 16, because with sync=pipeline 4 ranks"
-            " exchange 4 microbatches each, all of one size: set global_batch_size=16, or use",
+            "global_batch_size=12 must be a multiple of 16, because with sync=pipeline ranks pass"
+            " shares or microbatches of others, all of one size: set global_batch_size=16, or use",
         ),
         ("sync=pipeline precision=fp16", 2, "precision=fp16 needs all gradients"),
         ("sync=pipeline compile=true", 2, "sync=pipeline cannot run a compiled model"),
