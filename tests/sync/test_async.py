@@ -127,7 +127,7 @@ def test_a_rank_waits_while_its_gradient_could_make_another_one_too_old() -> Non
     assert len(answered) == 4
     assert job.server.version == 2
     assert job.server.answer(1, gradient((0, 1))).version == 3
-    assert sorted(job.staleness) == [0, 0, 0, 0, 0, 2]
+    assert sorted(job.staleness[:6]) == [0, 0, 0, 0, 0, 2]  # the other rank goes on
 
 
 def test_an_error_of_one_rank_ends_the_wait_of_the_others() -> None:
