@@ -1,5 +1,6 @@
 """Weights and logits that are infinite or NaN: each command names them, and no file has them."""
 
+import importlib
 import itertools
 import json
 import math
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from processes import Finished, launch, plugins, succeed
-from runs import TINY, newest_step, records
+from processes import Finished, launch, on_ranks, plugins, succeed
+from runs import TINY, compose, in_process_group, newest_step, records
 
 from ddp_trainer.checkpoint.file import DamagedCheckpointError, read_state, write_file
 from ddp_trainer.config.errors import FAILURE, USER_ERROR
+from ddp_trainer.training_run import run
 
 VALUES = (math.nan, math.inf, -math.inf)
 COMMANDS = ("evaluate", "export", "predict", "verify")
@@ -68,10 +70,8 @@ def test_a_training_that_ends_in_a_model_of_no_use_fails(
 
 def train_skipping(folder: Path, *words: str, label: int, ranks: int = 1) -> Finished:
     """Train with a loss that is infinite for samples with one label, or for all (label -1)."""
-    command = (*TINY, f"output_dir={folder}", "name=run", "on_nonfinite=skip", "loss=infinite")
     return launch(
-        *command,
-        f"loss.label={label}",
+        *skipping(folder, label),
         *words,
         ranks=ranks,
         cwd=folder,
@@ -79,8 +79,34 @@ def train_skipping(folder: Path, *words: str, label: int, ranks: int = 1) -> Fin
     )
 
 
+def skipping(folder: Path, label: int) -> tuple[str, ...]:
+    return (
+        *TINY,
+        f"output_dir={folder}",
+        "name=run",
+        "on_nonfinite=skip",
+        "loss=infinite",
+        f"loss.label={label}",
+    )
+
+
+def train_with_broken_parts(jobs: list[tuple[str, ...]]) -> None:
+    importlib.import_module("broken_parts")  # in this process only
+    with in_process_group():
+        for words in jobs:
+            run(compose(*words))
+
+
 @pytest.mark.parametrize(
-    "words", [(), ("sync=parameter_server",), ("sync=fsdp",), ("precision=fp16",)], ids=str
+    "words",
+    [
+        (),
+        ("sync=parameter_server",),
+        ("sync=fsdp",),
+        ("precision=fp16",),
+        ("sync=pipeline",),
+    ],
+    ids=str,
 )
 def test_skipped_updates_are_counted_in_parts_as_in_one_launch(
     words: tuple[str, ...], tmp_path: Path
@@ -89,11 +115,15 @@ def test_skipped_updates_are_counted_in_parts_as_in_one_launch(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    done = train_skipping(whole, "log_every_steps=3", *words, label=3)
+    alone = [word for word in words if word != "sync=pipeline"]  # which needs two ranks
+    done = train_skipping(whole, "log_every_steps=3", *alone, label=3)
     assert done.code == 0, done.output
-    for more in (["max_steps=3"], ["max_steps=11"], []):
-        part = train_skipping(parts, "log_every_steps=1", *words, *more, label=3, ranks=2)
-        assert part.code == 0, part.output
+    common = (*skipping(parts, 3), "log_every_steps=1", *words)
+    on_ranks(
+        2,
+        train_with_broken_parts,
+        [(*common, *more) for more in (("max_steps=3",), ("max_steps=11",), ())],
+    )
 
     tag = "optim/skipped_updates"
     summary = json.loads((whole / "run/summary.json").read_text())
