@@ -2,9 +2,9 @@
 
 torchrun --nproc_per_node=4 benchmarks/memory.py sync=fsdp
 
-Prints by how much the memory in use by rank 0 has grown since before the model was built: when the
-gradients are complete, and there are no activations; and at most, with the activations of two small
-images. Memory in use is that of glibc's malloc, without what it keeps for later (`mallinfo2`).
+Prints by how much the memory in use has grown since before the model was built, of the rank with the
+largest growth: when the gradients are complete, and there are no activations; and at most, with the
+activations of two small images. Memory in use is that of glibc's malloc, without what it keeps for later (`mallinfo2`).
 """
 
 import ctypes
@@ -87,12 +87,15 @@ def main() -> None:
         run.take_steps(5)
         end.set()
         thread.join()
-        size = 4e-6 * sum(parameter.numel() for parameter in run.step.model.parameters())
+        size = 4e-6 * run.step.num_parameters
+        own = [hook.used - before, max(samples) - before]
+        after_backward, most = map(max, zip(*setup.world.all_gather_object(own), strict=True))
         if setup.world.is_main:
+            # ranks of an asynchronous training call no hooks
+            after = f"{after_backward:,.0f} MB after backward, " if after_backward > 0 else ""
             print(
                 f"sync={config.sync.name}, {setup.world.world_size} ranks, parameters {size:,.0f}"
-                f" MB: {hook.used - before:,.0f} MB after backward, at most"
-                f" {max(samples) - before:,.0f} MB ({len(samples)} samples)"
+                f" MB: {after}at most {most:,.0f} MB ({len(samples)} samples)"
             )
         del run  # no DDP module may outlive the process group
 
