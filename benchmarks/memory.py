@@ -2,9 +2,10 @@
 
 torchrun --nproc_per_node=4 benchmarks/memory.py sync=fsdp
 
-Prints by how much the memory in use has grown since before the model was built, of the rank with the
-largest growth: when the gradients are complete, and there are no activations; and at most, with the
-activations of two small images. Memory in use is that of glibc's malloc, without what it keeps for later (`mallinfo2`).
+Prints by how much the memory in use has grown since before the model was built, of the rank with
+the largest growth: when the gradients are complete, and there are no activations; and at most, with
+the activations of two small images. Memory in use is that of glibc's malloc, without what it keeps
+for later (`mallinfo2`).
 """
 
 import ctypes
