@@ -84,17 +84,22 @@ def merged(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 def check_key(
     key: str, hint: Any, metadata: Any, chosen: dict[str, Any], *words: str
 ) -> dict[Any, str]:
-    """Compare both doors for wrong values and a misspelt key; return the lines by wrong value."""
+    """Compare both doors for wrong values; return the lines by wrong value."""
+    values = wrong_values(hint, metadata.get("holds"))
+    return {value: same_line(key, value, chosen, *words) for value in values}
 
-    def line(path: str, value: Any) -> str:
-        arguments = merged(chosen, nested(path, value))
-        expected = command_line_error(*words, f"{path}={in_yaml(value)}")
-        assert error_of(lambda: Config(**arguments)) == expected
-        return expected
 
-    section, _, name = key.rpartition(".")
-    line(f"{section}.x{name}".lstrip("."), 1)
-    return {value: line(key, value) for value in wrong_values(hint, metadata.get("holds"))}
+def same_line(key: str, value: Any, chosen: dict[str, Any], *words: str) -> str:
+    """Return the line with which both doors refuse a value."""
+    arguments = merged(chosen, nested(key, value))
+    expected = command_line_error(*words, f"{key}={in_yaml(value)}")
+    assert error_of(lambda: Config(**arguments)) == expected
+    return expected
+
+
+@pytest.mark.parametrize("key", ["xepochs", "checkpoint.xkeep_last"])
+def test_a_misspelt_key_is_refused_with_the_line_of_the_command_line(key: str) -> None:
+    assert "did you mean" in same_line(key, 1, {})
 
 
 ROOT = {
@@ -137,6 +142,7 @@ def test_a_key_of_a_choice_is_refused_with_the_line_of_the_command_line(
     def from_object(**values: Any) -> Config:
         return Config(**nested(key, choice.schema(**values)))
 
+    same_line(f"{key}.x{next(iter(keys))}", 1, chosen, word)
     for name, (hint, metadata) in keys.items():
         lines = check_key(f"{key}.{name}", hint, metadata, chosen, word)
         for value, line in lines.items():

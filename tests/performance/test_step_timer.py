@@ -43,6 +43,7 @@ def test_phases_are_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "sleep", timed_nap)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model(torch.ones(2, 3)).sum().backward()  # the first backward of a process starts threads
     timer = StepTimer(CPU, model)
     for _ in in_data_phase(slow_batches(3, NAP), timer.enter):
         timer.enter(Phase.backward)

@@ -74,15 +74,10 @@ RUN = (
 )
 
 
-def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
+def overrides_of(case: str) -> tuple[str, ...]:
     sync, optimizer = case.rsplit("-", 1)
-    words = ("sync=none",) if ranks == 1 and sync == "pipeline" else STRATEGIES[sync]
     small = ("data.num_train=60", "data.num_eval=5")  # five steps an epoch
-    overrides = (*RUN, *small, *words, *OPTIMIZERS[optimizer], f"name={case}")
-    return tuple(
-        "sync.num_servers=1" if ranks == 1 and word == "sync.num_servers=2" else word
-        for word in overrides
-    )
+    return (*RUN, *small, *STRATEGIES[sync], *OPTIMIZERS[optimizer], f"name={case}")
 
 
 # --- world-size invariance ------------------------------------------------------------------------
@@ -90,16 +85,15 @@ def overrides_of(case: str, *, ranks: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return a function that trains every case on so many ranks and returns the folder of their
-    runs.
+    """Return a function that trains every case on so many ranks, on one rank those of DDP only, and
+    returns the folder of their runs.
     """
 
     @functools.cache
     def train(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"W{ranks}")
-        train_all(
-            ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={folder}") for case in CASES]
-        )
+        cases = CASES if ranks > 1 else [f"ddp-{optimizer}" for optimizer in OPTIMIZERS]
+        train_all(ranks, [(*overrides_of(case), f"output_dir={folder}") for case in cases])
         return folder
 
     return train
@@ -110,7 +104,8 @@ def test_a_strategy_trains_on_three_ranks_as_on_one_and_as_ddp_does(
     case: str, trained: Callable[[int], Path]
 ) -> None:
     run = trained(3) / case
-    for other in (trained(1) / case, trained(3) / f"ddp-{case.rsplit('-', 1)[1]}"):
+    ddp = f"ddp-{case.rsplit('-', 1)[1]}"
+    for other in (trained(1) / ddp, trained(3) / ddp):
         digests = [
             [record["samples/digest"] for record in records(one, "samples/digest")]
             for one in (run, other)
@@ -151,9 +146,7 @@ def test_killed_after_a_save_and_resumed_is_bitwise_the_same(
     ranks = 3
     for case in CASES:
         cut_back(trained(ranks) / case, 3, to=tmp_path / case)
-    train_all(
-        ranks, [(*overrides_of(case, ranks=ranks), f"output_dir={tmp_path}") for case in CASES]
-    )
+    train_all(ranks, [(*overrides_of(case), f"output_dir={tmp_path}") for case in CASES])
     for case in CASES:
         assert_bitwise(trained_state(trained(ranks) / case), trained_state(tmp_path / case))
         steps = [
@@ -172,7 +165,7 @@ def test_a_run_is_continued_without_sharding_and_on_other_ranks_with_it(
 ) -> None:
     shutil.copytree(trained(3) / "ddp-adamw", tmp_path / "whole")
     cut_back(trained(3) / "fsdp-adamw", 3, to=tmp_path / "parts")
-    common = (*overrides_of("ddp-adamw", ranks=2), f"output_dir={tmp_path}", "name=parts")
+    common = (*overrides_of("ddp-adamw"), f"output_dir={tmp_path}", "name=parts")
     train_all(2, [(*common, "max_steps=6")])
     train_all(4, [(*common, "sync=fsdp")])
     for key in ("model", "optimizer"):
@@ -186,7 +179,7 @@ def test_a_run_goes_through_pipelines_of_other_lengths_and_through_ddp(
 ) -> None:
     shutil.copytree(trained(3) / "ddp-adamw", tmp_path / "whole")
     cut_back(trained(3) / "pipeline-adamw", 3, to=tmp_path / "parts")
-    common = (*overrides_of("ddp-adamw", ranks=2), f"output_dir={tmp_path}", "name=parts")
+    common = (*overrides_of("ddp-adamw"), f"output_dir={tmp_path}", "name=parts")
     train_all(4, [(*common, "max_steps=6", "sync=pipeline", "sync.schedule=gpipe")])
     train_all(2, [common])
     for key in ("model", "optimizer"):
@@ -221,7 +214,7 @@ def test_a_servers_optimizer_goes_on_with_other_owners(
 ) -> None:
     case = "parameter_server-adamw"
     cut_back(trained(3) / case, 3, to=tmp_path / case)
-    train_all(4, [(*overrides_of(case, ranks=4), f"output_dir={tmp_path}", "sync.num_servers=3")])
+    train_all(4, [(*overrides_of(case), f"output_dir={tmp_path}", "sync.num_servers=3")])
     for key in ("model", "optimizer"):
         torch.testing.assert_close(
             tensors_of(trained(3) / case, key), tensors_of(tmp_path / case, key)
